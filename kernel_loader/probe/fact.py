@@ -1,0 +1,20 @@
+"""A fact: a value, where it came from, and whether it could be found out at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One answer of the machine. With `known` false, `source` says why there is none."""
+
+    value: Any
+    source: str
+    known: bool = True
+
+    @classmethod
+    def unknown(cls, why: str) -> Self:
+        """The answer of a probe that could not find out."""
+        return cls(None, why, known=False)

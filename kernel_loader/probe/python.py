@@ -1,0 +1,45 @@
+"""The interpreter and the distributions installed for it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+
+from packaging.utils import canonicalize_name
+
+from kernel_loader.probe.fact import Fact
+
+
+def probe() -> Mapping[str, Fact]:
+    """python, free_threaded, packages and tvm_ffi."""
+    packages = installed(sys.path)
+    return {
+        "python": Fact(platform.python_version(), "platform.python_version"),
+        "free_threaded": Fact(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), "sysconfig(Py_GIL_DISABLED)"),
+        "packages": Fact(packages, "names of *.dist-info on sys.path"),
+        "tvm_ffi": Fact(packages.get("apache-tvm-ffi"), "installed distributions"),
+    }
+
+
+def installed(path: Iterable[str]) -> dict[str, str]:
+    """Canonical name -> version of the distributions on a search path; the first on the path counts.
+
+    Names and versions are read from directory names, which wheels fix as NAME-VERSION.dist-info: importlib.metadata
+    would open one file for each of several hundred distributions.
+    """
+    found: dict[str, str] = {}
+    for directory in path:
+        try:
+            names = os.listdir(directory or ".")  # noqa: PTH208 - names alone, thousands of them
+        except OSError:
+            continue  # zip files and directories that are gone may stand on sys.path
+        for name in names:
+            stem, dot, suffix = name.rpartition(".")
+            distribution, dash, version = stem.partition("-")
+            if dot and dash and suffix in ("dist-info", "egg-info"):
+                # egg-info names may go on: NAME-VERSION-pyX.Y
+                found.setdefault(canonicalize_name(distribution), version.partition("-")[0])
+    return found
