@@ -1,0 +1,169 @@
+"""metadata.json of a build, in every form in which it has been published.
+
+The oldest builds have none; then came `version` and `python-depends` alone; later `name`, `id`, `backend`, `digest` and
+`provenance`, whose commits were called `sha` for a while. Keys that are not known are passed over: a newer builder may
+write more.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Self, cast, get_args
+
+from kernel_loader.errors import MetadataError
+from kernel_loader.reading import Node
+
+FILE_NAME: Final = "metadata.json"
+
+# A listing of 100,000 files with their digests is about 10 MB.
+MAX_BYTES: Final = 16 * 2**20
+
+Algorithm = Literal["sha256", "sha512"]
+
+_REPO_ID: Final = r"[\w.\-]+/[\w.\-]+"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What the files of a build must hash to: path relative to the build -> base64 of the hash."""
+
+    algorithm: Algorithm
+    files: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDependency:
+    """Another kernel repository that a build imports, at a version or a revision."""
+
+    repo_id: str
+    version: int | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What a build says of itself. Every field may be missing in an old build.
+
+    Attributes:
+        backend: kind of backend ("cuda"), as in `host.Backend`.
+        archs: compute capabilities or gfx names that the code was compiled for.
+        python_depends: requirement strings of Python packages.
+        kernels_minver: least release of the `kernels` package whose build format this is.
+        dirty: built from sources with uncommitted changes.
+    """
+
+    name: str | None = None
+    id: str | None = None
+    version: int | None = None
+    license: str | None = None
+    upstream: str | None = None
+    source: str | None = None
+    backend: str | None = None
+    archs: tuple[str, ...] | None = None
+    python_depends: tuple[str, ...] = ()
+    kernel_depends: tuple[KernelDependency, ...] = ()
+    kernels_minver: str | None = None
+    digest: Digest | None = None
+    dirty: bool = False
+
+    @classmethod
+    def parse(cls, text: bytes | str, file: str = FILE_NAME) -> Self:
+        """Read a metadata.json.
+
+        Args:
+            text: content of the file.
+            file: how errors call it.
+
+        Raises:
+            MetadataError: too large, not JSON, or a known key of the wrong type.
+        """
+
+        def fail(path: str, detail: str) -> MetadataError:
+            return MetadataError(file, path, detail)
+
+        if len(text) > MAX_BYTES:
+            raise fail("", f"it has {len(text)} bytes, and more than {MAX_BYTES} are not read")
+        try:
+            document = json.loads(text, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise fail("", f"not JSON ({error})") from error
+        table = Node(document, fail).table()
+        texts = ("name", "id", "license", "upstream", "source")
+        minver = table.get("kernels-minver")
+        backend = table["backend"].table() if "backend" in table else {}
+        return cls(
+            **{key: table[key].text() for key in texts if key in table},
+            version=table["version"].integer() if "version" in table else None,
+            backend=backend["type"].text().lower() if "type" in backend else None,
+            archs=backend["archs"].texts() if "archs" in backend else None,
+            python_depends=table["python-depends"].texts() if "python-depends" in table else (),
+            kernel_depends=_dependencies(table["kernel-depends"]) if "kernel-depends" in table else (),
+            kernels_minver=minver.text(r"\d+(\.\d+)*", "a version") if minver else None,
+            digest=_digest(table["digest"]) if "digest" in table else None,
+            dirty=_dirty(table["provenance"]) if "provenance" in table else False,
+        )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Two entries for one file would let one reader verify what another does not.
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return table
+
+
+def _dependencies(node: Node) -> tuple[KernelDependency, ...]:
+    found = []
+    for item in node.items():
+        table = item.table()
+        if "repo-id" not in table or ("version" in table) == ("revision" in table):
+            item.error("a dependency is a repo-id and either a version or a revision")
+        found.append(
+            KernelDependency(
+                table["repo-id"].text(_REPO_ID, "a repository id (organisation/name)"),
+                table["version"].integer() if "version" in table else None,
+                table["revision"].text() if "revision" in table else None,
+            )
+        )
+    return tuple(found)
+
+
+def _digest(node: Node) -> Digest:
+    table = node.table()
+    if not {"algorithm", "files"} <= table.keys():
+        node.error("a digest is an algorithm and files")
+    algorithm = table["algorithm"].text().lower()
+    if algorithm not in get_args(Algorithm):
+        table["algorithm"].error(f"{algorithm!r} is not sha256 or sha512, so that nothing could be verified")
+    files = {}
+    for path, value in table["files"].table().items():
+        if not is_safe_path(path):
+            value.error("a file lies outside the build, or its name is not portable")
+        files[path] = value.text()
+        if not _is_hash(files[path], algorithm):
+            value.error(f"not the base64 of a {algorithm}")
+    return Digest(cast("Algorithm", algorithm), files)
+
+
+def is_safe_path(path: str) -> bool:
+    """Whether a relative path, written with slashes, stays inside its directory on every system."""
+    parts = path.split("/")
+    return all(part not in ("", ".", "..") for part in parts) and re.search(r"[\\:\x00-\x1f]", path) is None
+
+
+def _is_hash(value: str, algorithm: str) -> bool:
+    try:
+        return len(base64.b64decode(value, validate=True)) == hashlib.new(algorithm).digest_size
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _dirty(node: Node) -> bool:
+    parts = [part.table() for key, part in node.table().items() if key in ("kernel-builder", "kernel")]
+    return any(part["dirty"].boolean() for part in parts if "dirty" in part)

@@ -1,0 +1,238 @@
+"""Builds and a host -> Resolution: a verdict for every build, a total order, the choice, the nearest miss.
+
+A pure function. Order of the input and the hash seed have no part in the choice: the key ends with the name, which is
+unique within a repository.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from kernel_loader.errors import VariantError
+from kernel_loader.host import Host, major_minor
+from kernel_loader.metadata import Metadata
+from kernel_loader.rules import (
+    EFFORT,
+    METADATA_RULES,
+    NAME_RULES,
+    NOTHING,
+    Build,
+    Reason,
+    Reject,
+    Requires,
+    Unknown,
+    judge,
+)
+from kernel_loader.variant import Variant
+
+Status = Literal["accepted", "unknown", "rejected"]
+
+_FRAMEWORK_RANK: Final = {"torch-stable-abi": 0, "torch": 1, "tvm-ffi": 2, "noarch": 3}
+_STATUS_RANK: Final = {"accepted": 0, "unknown": 1, "rejected": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One build, judged.
+
+    Attributes:
+        name: the build's name.
+        variant: what the name says; None where it is not of the grammar.
+        status: "accepted", "unknown" (some fact is missing) or "rejected".
+        reasons: everything against it.
+        metadata: the build's metadata.json, read for the builds that were candidates. An accepted verdict without it
+            says only that the name fits.
+    """
+
+    name: str
+    variant: Variant | None
+    status: Status
+    reasons: tuple[Reason, ...] = ()
+    metadata: Metadata | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """Which build of a repository a host takes, and why.
+
+    Attributes:
+        repo: where the builds are from.
+        host: the machine that was resolved for.
+        verdicts: every build, the best first.
+        chosen: the build to take; None when none fits.
+        note: why no build was looked at, where none was.
+        reference: the same for the kernel's embedded reference builds, one of which is taken when nothing is chosen.
+    """
+
+    repo: str
+    host: Host
+    verdicts: tuple[Verdict, ...] = ()
+    chosen: Verdict | None = None
+    note: str = ""
+    reference: Resolution | None = None
+
+    @property
+    def nearest(self) -> Verdict | None:
+        """The rejected build that needs the least change: the easiest kind of change, then the fewest of them."""
+        rejected = [verdict for verdict in self.verdicts if verdict.status == "rejected"]
+        return min(rejected, key=lambda verdict: _effort(verdict, self.host), default=None)
+
+    def explain(self) -> str:
+        """A table for people: each build, whether it runs on the host, and every reason why not."""
+        return "\n".join([f"On {describe(self.host)}:", "", *self._table(), "", *self._conclusion()])
+
+    def _table(self) -> list[str]:
+        width = max((len(v.name) for v in self.verdicts), default=0)
+        rows = [line for verdict in self.verdicts for line in self._row(verdict, width)]
+        return [self.repo, *(rows or [f"  {self.note or 'no builds'}"])]
+
+    def _row(self, verdict: Verdict, width: int) -> list[str]:
+        mark = "→" if verdict is self.chosen else {"accepted": "✓", "unknown": "?", "rejected": "✗"}[verdict.status]
+        texts = [reason.message for reason in verdict.reasons] or ["fits" if verdict.metadata else "its name fits"]
+        return [
+            f"  {mark} {verdict.name:{width}}  {texts[0]}",
+            *(f"  {'':{width + 2}}  {text}" for text in texts[1:]),
+        ]
+
+    def _conclusion(self) -> list[str]:
+        if self.chosen is not None:
+            return [f"Chosen: {self.chosen.name}"]
+        lines = []
+        if self.nearest is not None:
+            remedies = " ".join(dict.fromkeys(reason.remedy for reason in self.nearest.reasons))
+            lines += [f"None fits. Nearest: {self.nearest.name}. {remedies}"]
+        if self.reference is not None:
+            chosen = self.reference.chosen.name if self.reference.chosen else "none"
+            lines += [*self.reference._table(), "", f"Chosen: {chosen}, the reference"]  # noqa: SLF001 - the same class
+        return lines or ["Chosen: none"]
+
+    def to_json(self) -> str:
+        """The same for programs."""
+        return json.dumps(self._document() | {"host": json.loads(self.host.to_json())}, indent=2)
+
+    def _document(self) -> dict[str, object]:
+        return {
+            "repo": self.repo,
+            "chosen": self.chosen.name if self.chosen else None,
+            "nearest": self.nearest.name if self.nearest else None,
+            "note": self.note,
+            "verdicts": [
+                {
+                    "name": verdict.name,
+                    "status": verdict.status,
+                    "reasons": [
+                        {"code": reason.code, "message": reason.message, "remedy": reason.remedy}
+                        for reason in verdict.reasons
+                    ],
+                }
+                for verdict in self.verdicts
+            ],
+            "reference": self.reference._document() if self.reference else None,  # noqa: SLF001 - the same class
+        }
+
+
+def resolve(
+    names: Iterable[str],
+    host: Host,
+    *,
+    repo: str = "",
+    requires: Requires = NOTHING,
+    read_metadata: Callable[[str], Metadata] | None = None,
+    strict: bool = False,
+) -> Resolution:
+    """Choose the build that a host takes.
+
+    Args:
+        names: names of the builds of one repository, in any order.
+        host: the machine.
+        repo: how explanations call the repository.
+        requires: what the kernel's manifest demands of the host.
+        read_metadata: gives the metadata of a build. Called for the best build, and for the next only when that is
+            rejected by what it says. Without it, names alone decide.
+        strict: never choose a build whose compatibility is unknown.
+
+    Raises:
+        Whatever `read_metadata` raises: a damaged candidate is not passed over in silence.
+    """
+    verdicts = [_by_name(name, host, requires) for name in dict.fromkeys(names)]
+    chosen = None
+    for candidate in sorted((v for v in verdicts if v.status != "rejected"), key=_order):
+        if chosen is not None and candidate.status == "unknown":
+            break
+        judged = _by_metadata(candidate, host, read_metadata(candidate.name)) if read_metadata else candidate
+        verdicts[verdicts.index(candidate)] = judged
+        if judged.status == "accepted":
+            chosen = judged
+            break
+        if judged.status == "unknown" and chosen is None and not strict:
+            chosen = judged  # unless a build that is lower in the order is accepted
+    return Resolution(repo, host, tuple(sorted(verdicts, key=_order)), chosen)
+
+
+def _by_name(name: str, host: Host, requires: Requires) -> Verdict:
+    try:
+        variant = Variant.parse(name)
+    except VariantError as error:
+        return Verdict(name, None, "rejected", (Reject("grammar", error.detail, error.remedy),))
+    reasons = tuple(judge(NAME_RULES, host, Build(name, variant, requires=requires)))
+    return Verdict(name, variant, _status(reasons), reasons)
+
+
+def _by_metadata(verdict: Verdict, host: Host, metadata: Metadata) -> Verdict:
+    assert verdict.variant is not None, "a build whose name is not of the grammar is no candidate"
+    found = judge(METADATA_RULES, host, Build(verdict.name, verdict.variant, metadata))
+    reasons = (*verdict.reasons, *found)
+    return replace(verdict, status=_status(reasons), reasons=reasons, metadata=metadata)
+
+
+def _status(reasons: tuple[Reason, ...]) -> Status:
+    if any(isinstance(reason, Reject) for reason in reasons):
+        return "rejected"
+    return "unknown" if reasons else "accepted"
+
+
+def _order(verdict: Verdict) -> tuple[object, ...]:
+    """Best first: what fits, by kind of build, by version of its stable ABI, by version of its backend, by name."""
+    variant = verdict.variant
+    if variant is None:
+        return (_STATUS_RANK[verdict.status], len(_FRAMEWORK_RANK), (), (), verdict.name)
+    rank = _FRAMEWORK_RANK[variant.framework]
+    if variant.framework == "torch-stable-abi" and variant.framework_version is not None:
+        within = _newest_first(variant.framework_version)
+    elif variant.framework == "torch":
+        within = (int(variant.cxx11_abi is not None),)
+    else:
+        within = (int(variant.backend == "universal"),)
+    return (_STATUS_RANK[verdict.status], rank, within, _newest_first(variant.backend_version or ()), verdict.name)
+
+
+def _newest_first(version: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-part for part in version)
+
+
+def _effort(verdict: Verdict, host: Host) -> tuple[object, ...]:
+    """What a rejected build needs: the hardest change, how many changes, how far its versions are from the host's."""
+    codes = [EFFORT.index(reason.code) for reason in verdict.reasons if not isinstance(reason, Unknown)]
+    variant = verdict.variant
+    torch = _distance(variant.framework_version if variant else None, major_minor(host.torch or ""))
+    backend = _distance(variant.backend_version if variant else None, host.backend.version)
+    return (max(codes), len(codes), torch, backend, _order(verdict))
+
+
+def _distance(there: tuple[int, int] | None, here: tuple[int, int] | None) -> tuple[int, int]:
+    return (abs(there[0] - here[0]), abs(there[1] - here[1])) if there and here else (0, 0)
+
+
+def describe(host: Host) -> str:
+    """A host in one line."""
+    parts = [f"{host.os} {host.cpu}", f"torch {host.torch}" if host.torch else "no torch", str(host.backend)]
+    if not host.torch_is_release:
+        parts[1] += " (no public release; counts by its version number)"
+    if host.driver:
+        parts.append(f"driver {host.driver}")
+    counts = {arch: sum(d.arch == arch for d in host.devices) for arch in sorted({d.arch for d in host.devices})}
+    parts += [f"{count} x {arch}" for arch, count in counts.items()]
+    return ", ".join(parts)
