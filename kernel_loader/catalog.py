@@ -1,0 +1,89 @@
+"""The catalog: which named kernels there are, and where their manifests lie."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kernel_loader.errors import ManifestError, UnknownKernel
+from kernel_loader.manifest import Manifest, normalise
+from kernel_loader.resources import data_directory
+from kernel_loader.settings import Settings
+
+ENTRY_POINTS: Final = "kernel_loader.manifests"
+BUNDLE_ATTRIBUTE: Final = "__kernel__"
+
+# In manifests/, and no kernels.
+_OTHER_FILES: Final = frozenset({"layers", "advisories"})
+
+
+class Catalog:
+    """Manifests by name.
+
+    A directory of the user's (`KERNEL_LOADER_MANIFESTS`) comes first, so that it can replace what ships; then the
+    manifests of this package; then those that installed packages offer under the entry point group
+    `kernel_loader.manifests` (the name of a package whose directory holds TOML files), which can add names but not
+    take over one.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._own = (*settings.manifests, data_directory("manifests"))
+
+    def names(self) -> tuple[str, ...]:
+        """All registered names, sorted."""
+        return tuple(sorted({file.stem for directory in self._directories() for file in _files(directory)}))
+
+    def get(self, kernel: str | type) -> Manifest:
+        """The manifest of a registered name or of a bundle class.
+
+        Raises:
+            UnknownKernel: no manifest has that name.
+            ManifestError: the manifest cannot be used, or a class does not say which kernel it is for.
+        """
+        if isinstance(kernel, type):
+            return self._of_class(kernel)
+        if not isinstance(kernel, str):
+            raise UnknownKernel(repr(kernel))
+        name = normalise(kernel)
+        for directory in self._directories():
+            file = directory / f"{name}.toml"
+            if name.isidentifier() and name not in _OTHER_FILES and file.is_file():
+                return _read(file)
+        raise UnknownKernel(kernel, tuple(difflib.get_close_matches(name, self.names(), n=3)))
+
+    def _of_class(self, cls: type) -> Manifest:
+        where = f"{cls.__module__}:{cls.__qualname__}"
+        about = getattr(cls, BUNDLE_ATTRIBUTE, None)
+        if isinstance(about, str):
+            return self.get(about)
+        if isinstance(about, dict):
+            return Manifest.from_table(about | {"bundle": where}, where)
+        detail = "a bundle class says which kernel it is for: a registered name, or the keys of a manifest"
+        raise ManifestError(where, BUNDLE_ATTRIBUTE, detail)
+
+    def _directories(self) -> Iterator[Path]:
+        yield from self._own
+        for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda e: (e.name, e.value)):
+            # find_spec does not run the package.
+            spec = importlib.util.find_spec(entry.value)
+            yield from (Path(location) for location in (spec.submodule_search_locations if spec else None) or ())
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    if directory.is_dir():
+        yield from (file for file in directory.glob("*.toml") if file.stem not in _OTHER_FILES)
+
+
+def _read(file: Path) -> Manifest:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ManifestError(file.name, "", f"it cannot be read ({error})") from error
+    manifest = Manifest.parse(text, str(file))
+    if manifest.name != file.stem:
+        raise ManifestError(str(file), "name", f"{manifest.name!r} is not the file's name")
+    return manifest
