@@ -1,0 +1,88 @@
+"""Find, verify and load the compiled GPU kernel that fits this machine.
+
+    fp8 = kernel_loader.load_kernel("finegrained_fp8")
+    y = fp8.fp8_matmul(a, w, w_scale, [128, 128], torch.bfloat16)
+
+Importing this package imports neither torch nor huggingface_hub: names are looked up when they are used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kernel_loader.errors import (
+        AbiMismatch as AbiMismatch,
+        HostError as HostError,
+        IntegrityError as IntegrityError,
+        KernelImportError as KernelImportError,
+        KernelLoaderError as KernelLoaderError,
+        ManifestError as ManifestError,
+        MetadataError as MetadataError,
+        MissingDependency as MissingDependency,
+        MissingEntrypoints as MissingEntrypoints,
+        NoCompatibleBuild as NoCompatibleBuild,
+        RequestError as RequestError,
+        SettingsError as SettingsError,
+        SourceError as SourceError,
+        UnknownKernel as UnknownKernel,
+        VariantError as VariantError,
+    )
+    from kernel_loader.host import Host as Host
+    from kernel_loader.loader import (
+        KernelLoader as KernelLoader,
+        can_load as can_load,
+        load_kernel as load_kernel,
+        loaded_kernels as loaded_kernels,
+        origin as origin,
+        resolve as resolve,
+    )
+    from kernel_loader.provenance import Origin as Origin
+    from kernel_loader.resolver import Resolution as Resolution, Verdict as Verdict
+    from kernel_loader.rules import Reason as Reason
+    from kernel_loader.settings import Settings as Settings
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "errors": (
+        "AbiMismatch",
+        "HostError",
+        "IntegrityError",
+        "KernelImportError",
+        "KernelLoaderError",
+        "ManifestError",
+        "MetadataError",
+        "MissingDependency",
+        "MissingEntrypoints",
+        "NoCompatibleBuild",
+        "RequestError",
+        "SettingsError",
+        "SourceError",
+        "UnknownKernel",
+        "VariantError",
+    ),
+    "host": ("Host",),
+    "loader": ("KernelLoader", "can_load", "load_kernel", "loaded_kernels", "origin", "resolve"),
+    "provenance": ("Origin",),
+    "resolver": ("Resolution", "Verdict"),
+    "rules": ("Reason",),
+    "settings": ("Settings",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - names of the table above
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

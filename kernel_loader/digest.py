@@ -1,0 +1,143 @@
+"""Digests of a build: what its files hash to, whether that is what was published, and sealing new ones."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from kernel_loader.errors import IntegrityError, SourceError
+from kernel_loader.metadata import FILE_NAME, Algorithm, Digest, Metadata
+
+_BYTECODE: Final = "__pycache__"
+
+
+def verify(directory: Path, metadata: Metadata) -> str:
+    """Check the files of a build against its metadata, and name its content.
+
+    Returns:
+        The content digest: sha256, in hexadecimal, over the sorted paths and hashes of all files.
+
+    Raises:
+        IntegrityError: a file is missing, not listed, or of other content than the metadata says.
+        SourceError: the build cannot be read.
+    """
+    if metadata.digest is not None and (found := violations(directory, metadata.digest)):
+        raise IntegrityError(str(directory), found)
+    return content_digest(measure(directory, "sha256"))
+
+
+def violations(directory: Path, digest: Digest) -> tuple[str, ...]:
+    """How the files of a build differ from a digest, a line a file. metadata.json holds the digest and is not in it."""
+    found = measure(directory, digest.algorithm)
+    found.pop(FILE_NAME, None)
+    return tuple(
+        f"{path} is missing" if path not in found else
+        f"{path} is not listed" if path not in digest.files else
+        f"{path} has other content"
+        for path in sorted(found.keys() | digest.files.keys())
+        if found.get(path) != digest.files.get(path)
+    )  # fmt: skip
+
+
+def content_digest(hashes: Mapping[str, str]) -> str:
+    """One digest for many files: sha256 over lines of path, NUL and hash, sorted."""
+    return hashlib.sha256("".join(f"{path}\0{hashes[path]}\n" for path in sorted(hashes)).encode()).hexdigest()
+
+
+def measure(directory: Path, algorithm: Algorithm) -> dict[str, str]:
+    """Path (with slashes) -> base64 of the hash, for every file of a build.
+
+    Raises:
+        SourceError: a file cannot be read, or is no regular file.
+    """
+    try:
+        return {path: _hash(file, algorithm) for path, file in _walk(directory)}
+    except OSError as error:
+        raise _unreadable(directory, str(error)) from error
+
+
+def seal(directory: Path, algorithm: Algorithm = "sha256") -> bool:
+    """Write the digests of a build's files into its metadata.json, keeping whatever else stands there.
+
+    Returns:
+        Whether the file had to change.
+
+    Raises:
+        MetadataError: the metadata.json that is there cannot be read.
+        SourceError: the directory is no build, or cannot be read or written.
+    """
+    there, sealed = _sealed(directory, algorithm)
+    if sealed != there:
+        _replace(directory / FILE_NAME, sealed)
+    return sealed != there
+
+
+def is_sealed(directory: Path, algorithm: Algorithm = "sha256") -> bool:
+    """Whether `seal` would change nothing.
+
+    Raises:
+        MetadataError, SourceError: as `seal`.
+    """
+    there, sealed = _sealed(directory, algorithm)
+    return there == sealed
+
+
+def _sealed(directory: Path, algorithm: Algorithm) -> tuple[bytes, bytes]:
+    file = directory / FILE_NAME
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(directory, f"a build has a {FILE_NAME} ({error})") from error
+    Metadata.parse(text, str(file))
+    files = measure(directory, algorithm)
+    del files[FILE_NAME]
+    document = json.loads(text) | {"digest": {"algorithm": algorithm, "files": dict(sorted(files.items()))}}
+    return text, (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
+    def stop(error: OSError) -> None:
+        raise error  # os.walk would pass over what it cannot list
+
+    for parent, directories, names in os.walk(directory, onerror=stop):
+        # Python writes bytecode beside sources at its own times (pip does on install). It is never loaded from here.
+        directories[:] = [name for name in directories if name != _BYTECODE]
+        for name in directories:
+            if (Path(parent) / name).is_symlink():
+                raise OSError(f"{Path(parent) / name} is a link to a directory")
+        for name in names:
+            file = Path(parent) / name
+            if not file.is_file():
+                raise OSError(f"{file} is no regular file")  # reading a pipe would never end
+            yield file.relative_to(directory).as_posix(), file
+
+
+def _hash(file: Path, algorithm: Algorithm) -> str:
+    with file.open("rb") as stream:
+        return base64.b64encode(hashlib.file_digest(stream, algorithm).digest()).decode()
+
+
+def _replace(file: Path, content: bytes) -> None:
+    # Beside the target, so that the rename stays on one filesystem and a crash leaves the old file whole.
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).chmod(file.stat().st_mode)
+        Path(temporary).replace(file)
+    except OSError as error:
+        raise _unreadable(file.parent, f"it cannot be written ({error})") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _unreadable(directory: Path, detail: str) -> SourceError:
+    return SourceError(str(directory), detail, "Check that the directory exists, holds a build, and can be read.")

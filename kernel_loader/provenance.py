@@ -1,0 +1,38 @@
+"""Origin: where a loaded kernel is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a loaded kernel is from, and why it is this one.
+
+    Attributes:
+        kernel: the registered name.
+        source: kind of place that the build came from: "embedded" or "local".
+        repo: repository id; for embedded builds, the directory below registry/.
+        revision: version or revision that was asked for, such as "v4"; None where the source has no revisions.
+        variant: name of the build.
+        digest: sha256 over the build's files, in hexadecimal.
+        path: directory of the build.
+        reference: the build is the reference in plain PyTorch.
+        why: why this build was taken, for people.
+    """
+
+    kernel: str
+    source: str
+    repo: str
+    revision: str | None
+    variant: str
+    digest: str
+    path: Path
+    reference: bool
+    why: str
+
+    @property
+    def where(self) -> str:
+        """Source, repository and revision in a few words."""
+        return f"{self.source} {self.repo}" + (f"@{self.revision}" if self.revision else "")

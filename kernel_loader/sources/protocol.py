@@ -1,0 +1,60 @@
+"""What a source is: it lists the builds of a repository, reads their metadata, and brings one here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kernel_loader.metadata import Metadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A repository, at a version (its branch `v<N>`) or at a revision."""
+
+    repo: str
+    version: int | None = None
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.git_revision}" if self.git_revision else self.repo
+
+    @property
+    def git_revision(self) -> str | None:
+        """The branch, tag or commit that is meant."""
+        return f"v{self.version}" if self.version is not None else self.revision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The builds of a repository, by name, as one source has them."""
+
+    repo: str
+    revision: str | None
+    names: tuple[str, ...]
+
+
+class Source(Protocol):
+    """A place where builds come from.
+
+    All methods raise `SourceError` when the place does not answer as it should, and `metadata` raises `MetadataError`
+    for a damaged metadata.json.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What `Origin.source` calls it."""
+        ...
+
+    def listing(self, request: Request) -> Listing | None:
+        """The builds of a repository; None when this place does not have it."""
+        ...
+
+    def metadata(self, listing: Listing, name: str) -> Metadata:
+        """What a build says of itself."""
+        ...
+
+    def fetch(self, listing: Listing, name: str) -> Path:
+        """The directory of a build on this machine, brought here first where that is needed."""
+        ...
