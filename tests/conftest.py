@@ -1,0 +1,115 @@
+"""What several tests need: a place for kernels of their own, and no traces of the default loader."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kernel_loader import loader
+from kernel_loader.host import Host
+from kernel_loader.loader import KernelLoader
+from kernel_loader.settings import Settings
+from tests.builds import CPU_HOST, NO_ACCELERATOR, write_build, write_manifest
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No setting of the developer's reaches a test, and no default loader outlives one."""
+    for variable in [v for v in os.environ if v.startswith("KERNEL_LOADER_") or v == "LOCAL_KERNELS"]:
+        monkeypatch.delenv(variable)
+    loader.reset()
+    yield
+    loader.reset()
+
+
+@pytest.fixture
+def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default loader, here and in child processes, sees no accelerator on whatever machine tests run."""
+    for variable, value in NO_ACCELERATOR.items():
+        monkeypatch.setenv(variable, value)
+
+
+class Workshop:
+    """A directory of repositories and one of manifests, and loaders that see them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.manifests = root, root / "manifests"
+        self.local: dict[str, Path] = {}
+
+    def kernel(self, name: str, **keys: object) -> Path:
+        """Register a kernel and give the directory of its repository."""
+        write_manifest(self.manifests, name, **({"entrypoints": {"double": "double"}} | keys))
+        repository = self.root / "repositories" / name.replace("_", "-")
+        repository.mkdir(parents=True, exist_ok=True)
+        self.local[f"org/{repository.name}"] = repository
+        return repository
+
+    def simple(self, name: str, source: str = "def double(x):\n    return 2 * x\n", **keys: object) -> Path:
+        """A kernel with one build that runs everywhere; gives the build's directory."""
+        return write_build(self.kernel(name, **keys), "torch-universal", {"__init__.py": source})
+
+    def loader(self, host: Host = CPU_HOST, **settings: object) -> KernelLoader:
+        """A loader for the kernels made so far."""
+        return KernelLoader(Settings(local=dict(self.local), manifests=(self.manifests,), **settings), host)
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Iterator[Workshop]:
+    """Kernels of a test's own. What it loaded leaves `sys.modules`."""
+    before = set(sys.modules)
+    yield Workshop(tmp_path)
+    for name in set(sys.modules) - before:
+        if name.startswith("kernel_loader.loaded."):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run_python() -> Callable[..., str]:
+    """Runs code in a fresh interpreter and gives what it prints; fails where it fails."""
+
+    def run(code: str, *, env: Mapping[str, str] | None = None, flags: tuple[str, ...] = ()) -> str:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("KERNEL_LOADER_")}
+        done = subprocess.run(
+            [sys.executable, *flags, "-c", code],
+            env=environ | dict(env or {}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def unprivileged() -> Callable[[], AbstractContextManager[None]]:
+    """Takes root's rights away for a while, so that permissions count; pair it with `open_path`."""
+
+    @contextmanager
+    def drop() -> Iterator[None]:
+        if not hasattr(os, "geteuid"):
+            pytest.skip("no user ids here")
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(user)
+
+    return drop
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A temporary directory that every user may enter, unlike `tmp_path`."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)

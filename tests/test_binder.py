@@ -1,0 +1,105 @@
+"""Entrypoints become the fields of a bundle; what is missing is named, all of it."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+from kernel_loader.errors import KernelImportError, ManifestError, MissingEntrypoints
+from tests.builds import write_manifest
+
+SOURCE = """
+class functions:
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+def alignment():
+    return 128
+
+def fails():
+    raise OSError("no device")
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tools:
+    """A bundle of the tests."""
+
+    __kernel__ = "tools"
+
+    twice: object
+    alignment: int
+
+
+@dataclasses.dataclass
+class Thawed:
+    """A bundle that is not frozen."""
+
+    __kernel__ = "tools"
+
+    twice: object
+    alignment: int
+
+
+HERE = f"{__name__}:Tools"
+
+
+def test_dotted_symbols_and_values_that_are_computed_at_load(workshop):
+    workshop.simple("tools", SOURCE, entrypoints={"twice": "functions.double", "alignment": {"call": "alignment"}})
+    tools = workshop.loader().load("tools")
+    assert tools.twice(21) == 42
+    assert tools.alignment == 128
+
+
+def test_a_bundle_made_from_entrypoints_is_a_frozen_dataclass(workshop):
+    workshop.simple("tools", SOURCE, entrypoints={"twice": "functions.double", "alignment": "alignment"})
+    tools = workshop.loader().load("tools")
+    assert type(tools).__name__ == "Tools"
+    assert [field.name for field in dataclasses.fields(tools)] == ["twice", "alignment"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tools.twice = None
+    assert pickle.loads(pickle.dumps(tools)) == tools
+
+
+def test_fields_without_an_entrypoint_bind_to_their_own_name(workshop):
+    workshop.simple("tools", SOURCE, bundle=HERE, entrypoints={"twice": "functions.double"})
+    tools = workshop.loader().load("tools")
+    assert isinstance(tools, Tools)
+    assert tools.alignment() == 128
+
+
+def test_all_missing_symbols_are_reported_at_once(workshop):
+    entrypoints = {"twice": "functions.triple", "alignment": {"call": "nothing.at.all"}, "double": "functions.double"}
+    workshop.simple("tools", SOURCE, entrypoints=entrypoints)
+    with pytest.raises(MissingEntrypoints) as caught:
+        workshop.loader().load("tools")
+    assert caught.value.names == ("twice = functions.triple", "alignment = nothing.at.all()")
+    assert "alignment, fails, functions" in str(caught.value)
+    assert "torch-universal" in str(caught.value)
+
+
+def test_a_computed_value_that_fails_is_an_import_error(workshop):
+    workshop.simple("tools", SOURCE, entrypoints={"value": {"call": "fails"}})
+    with pytest.raises(KernelImportError, match=r"fails\(\) raised OSError: no device"):
+        workshop.loader().load("tools")
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "detail"),
+    [
+        ({"bundle": "no.such.module:Tools"}, "bundle", "cannot be imported"),
+        ({"bundle": f"{__name__}:NoSuchClass"}, "bundle", "cannot be imported"),
+        ({"bundle": f"{__name__}:SOURCE"}, "bundle", "is not a class"),
+        ({"bundle": f"{__name__}:Thawed"}, "bundle", "is not a frozen dataclass"),
+        ({"bundle": "builtins:int"}, "bundle", "is not a frozen dataclass"),
+        ({"bundle": HERE, "entrypoints": {"thrice": "functions.double"}}, "entrypoints.thrice", "no such field"),
+        ({"entrypoints": None}, "entrypoints", "without a bundle"),
+    ],
+)
+def test_a_manifest_whose_bundle_cannot_be_made_is_refused(workshop, keys, path, detail):
+    workshop.simple("tools", SOURCE)
+    write_manifest(workshop.manifests, "tools", **({"entrypoints": {"twice": "functions.double"}} | keys))
+    with pytest.raises(ManifestError, match=detail) as caught:
+        workshop.loader().load("tools")
+    assert caught.value.path == path

@@ -1,0 +1,182 @@
+"""The command line as a person and a program see it: answers, exit status, and errors of one paragraph."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kernel_loader.host import Host
+from tests.builds import H200, write_build
+
+
+@pytest.fixture
+def run(workshop, cpu_machine):
+    """Run a command in a process of its own; gives its exit status, output and errors."""
+
+    def run(*arguments, **environ):
+        local = os.pathsep.join(f"{repo}={path}" for repo, path in workshop.local.items())
+        settings = {"KERNEL_LOADER_MANIFESTS": str(workshop.manifests), "KERNEL_LOADER_LOCAL": local} | environ
+        done = subprocess.run(
+            [sys.executable, "-m", "kernel_loader", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=os.environ | settings,
+        )
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_host_shows_every_fact_with_its_source_and_reads_back(run):
+    status, out, _ = run("host")
+    assert status == 0
+    assert "platform.machine" in out
+    status, out, _ = run("host", "--json")
+    assert Host.from_json(out) == Host.detect(
+        dict.fromkeys(("CUDA", "ROCM", "XPU", "CANN", "METAL", "NEURON", "TPU"), "")
+    )
+
+
+def test_host_applies_overrides(run):
+    status, out, _ = run("host", KERNEL_LOADER_OVERRIDE_CUDA="12.8", KERNEL_LOADER_OVERRIDE_ARCH="9.0,9.0")
+    assert status == 0
+    assert "KERNEL_LOADER_OVERRIDE_CUDA" in out
+    assert "9.0, 9.0" in out
+
+
+def test_list_shows_what_each_kernel_would_take_here(run, workshop):
+    workshop.simple("my_kernel", summary="Doubles")
+    workshop.kernel("broken_kernel")
+    status, out, _ = run("list")
+    assert status == 0
+    assert "my_kernel\n    Doubles\n    org/my-kernel\n    here: torch-universal\n" in out
+    rows = {row["name"]: row for row in json.loads(run("list", "--json")[1])}
+    assert rows["my_kernel"]["build"] == "torch-universal"
+    assert rows["finegrained_fp8"]["build"] == "torch-universal (reference)"
+    assert rows["broken_kernel"]["build"] == "none"
+
+
+def test_explain_answers_for_this_host_and_for_others(run, workshop, tmp_path):
+    write_build(workshop.kernel("my_kernel"), "torch211-cxx11-cu130-x86_64-linux")
+    file = tmp_path / "h200.json"
+    file.write_text(H200.to_json())
+    status, out, _ = run("explain", "my_kernel", "--host", file)
+    assert status == 0
+    assert "→ torch211-cxx11-cu130-x86_64-linux" in out
+    status, out, _ = run("explain", "my_kernel")
+    assert status == 1
+    assert "✗ torch211-cxx11-cu130-x86_64-linux" in out
+    status, out, _ = run("explain", "org/my-kernel@3", "--host", file, "--json")
+    assert status == 0
+    assert json.loads(out)["repo"] == "org/my-kernel@v3"
+    assert json.loads(run("explain", "org/my-kernel@some-branch", "--host", file, "--json")[1])["repo"].endswith(
+        "@some-branch"
+    )
+
+
+def test_explain_of_a_kernel_that_only_its_reference_serves_succeeds(run):
+    status, out, _ = run("explain", "finegrained-fp8")
+    assert status == 0
+    assert "Chosen: torch-universal, the reference" in out
+
+
+def test_load_shows_what_was_loaded_from_where(run, workshop):
+    build = workshop.simple("my_kernel")
+    status, out, _ = run("load", "my_kernel")
+    assert status == 0
+    assert str(build) in out
+    facts = json.loads(run("load", "my_kernel", "--json")[1])
+    assert facts["variant"] == "torch-universal"
+    assert facts["entrypoints"] == ["double"]
+
+
+def test_seal_writes_digests_and_check_finds_stale_ones(run, workshop):
+    build = workshop.simple("my_kernel")
+    assert run("seal", build, "--check")[0] == 1
+    assert run("seal", build) == (0, f"sealed  {build}\n", "")
+    assert run("seal", build) == (0, "", "")
+    assert run("seal", build, "--check")[0] == 0
+    (build / "__init__.py").write_text("x = 1")
+    status, out, _ = run("seal", build, "--check", "--json")
+    assert status == 1
+    assert json.loads(out) == {"changed": [str(build)]}
+    assert run("load", "my_kernel")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["explain", "no_such_kernel"], 1, "No kernel is registered"),
+        (["load", "finegraned_fp8"], 1, "Did you mean finegrained_fp8?"),
+        (["explain", "org/no-such-repository"], 1, "no source that is configured here"),
+        (["load", "finegrained_fp8", "--backend", "rocm"], 1, "this host has cpu"),
+        (["load"], 2, "Missing argument"),
+        (["load", "finegrained_fp8", "--fallback", "maybe"], 2, "--fallback"),
+        (["explain", "finegrained_fp8", "--host", "no-such-file.json"], 2, "does not exist"),
+        (["seal", "no-such-directory"], 2, "does not exist"),
+        (["frobnicate"], 2, "No such command"),
+    ],
+)
+def test_a_wrong_command_is_answered_in_a_paragraph(run, arguments, status, said):
+    found, out, err = run(*arguments)
+    assert (found, out) == (status, "")
+    assert said in err
+    if status == 1:
+        assert err.startswith("kernel-loader: ")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("KERNEL_LOADER_FALLBACK", "maybe"),
+        ("KERNEL_LOADER_LOCAL", "nonsense"),
+        ("KERNEL_LOADER_STRICT", "perhaps"),
+        ("KERNEL_LOADER_OVERRIDE_FLUX", "1"),
+        ("KERNEL_LOADER_OVERRIDE_CUDA", "twelve"),
+    ],
+)
+def test_a_wrong_setting_is_answered_in_a_paragraph_that_names_it(run, variable, value):
+    for command in (["load", "finegrained_fp8"], ["explain", "finegrained_fp8"]):
+        status, out, err = run(*command, **{variable: value})
+        assert (status, out) == (1, "")
+        assert f"{variable}={value!r}" in err
+        assert err.count("\n") == 1
+
+
+def test_garbage_on_every_side_is_answered_in_a_paragraph(run, workshop, tmp_path):
+    garbage = tmp_path / "garbage.json"
+    garbage.write_bytes(b"\xff\xfe\x00garbage")
+    assert run("explain", "finegrained_fp8", "--host", garbage)[0] == 1
+    build = workshop.simple("my_kernel")
+    (build / "metadata.json").write_bytes(b"\xff\xfe\x00garbage")
+    for command in (["load", "my_kernel"], ["explain", "my_kernel"], ["seal", build]):
+        status, _, err = run(*command)
+        assert status == 1
+        assert err.count("\n") == 1
+        assert "metadata.json" in err
+    (workshop.manifests / "my_kernel.toml").write_bytes(b"\xff\xfe\x00garbage")
+    status, _, err = run("load", "my_kernel")
+    assert status == 1
+    assert "my_kernel.toml" in err
+
+
+def test_a_kernel_that_raises_at_import_is_answered_in_a_paragraph(run, workshop):
+    workshop.simple("my_kernel", "raise RuntimeError('line one\\nline two')")
+    status, _, err = run("load", "my_kernel")
+    assert status == 1
+    assert "RuntimeError: line one line two" in err
+    assert err.count("\n") == 1
+
+
+def test_the_help_names_every_command(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    for command in ("host", "list", "explain", "load", "seal"):
+        assert f"  {command} " in out
+    assert run("--version")[1].startswith("kernel-loader")

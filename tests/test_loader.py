@@ -1,0 +1,404 @@
+"""The road from a name to a bundle, the fallback rules of design 3, and what a load says about itself."""
+
+import dataclasses
+import json
+import logging
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kernel_loader
+from kernel_loader.errors import (
+    HostError,
+    IntegrityError,
+    KernelImportError,
+    KernelLoaderError,
+    MetadataError,
+    NoCompatibleBuild,
+    RequestError,
+    SourceError,
+    UnknownKernel,
+)
+from kernel_loader.loader import KernelLoader
+from kernel_loader.settings import Settings
+from tests.builds import CPU_HOST, H200, counts_runs, write_build
+
+# A GPU host on which a no-arch build can really be imported here.
+GPU_HOST = H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubler:
+    """A bundle of a user's own, which carries its manifest."""
+
+    __kernel__ = {"name": "doubler", "repo": "org/doubler", "version": 1}
+
+    double: object
+
+
+# --- names and arguments ------------------------------------------------------------------------------------------
+
+
+def test_a_named_kernel_is_loaded_as_a_bundle(workshop):
+    workshop.simple("my_kernel")
+    assert workshop.loader().load("my_kernel").double(21) == 42
+
+
+def test_dashes_underscores_and_the_bundle_class_are_one_kernel(workshop, cpu_machine):
+    workshop.simple("doubler")
+    loader = workshop.loader()
+    assert loader.load("doubler") is loader.load("Doubler")
+    assert isinstance(loader.load(Doubler), Doubler)
+    assert loader.load(Doubler) is loader.load(Doubler)
+    assert kernel_loader.load_kernel("finegrained-fp8") is kernel_loader.load_kernel("finegrained_fp8")
+
+
+def test_a_class_and_its_registered_name_give_the_same_object(cpu_machine):
+    from kernel_loader.bundles.fp8 import FineGrainedFP8
+
+    assert kernel_loader.load_kernel(FineGrainedFP8) is kernel_loader.load_kernel("finegrained_fp8")
+
+
+def test_an_unknown_name_is_answered_with_the_ones_that_are_near(workshop):
+    workshop.simple("my_kernel")
+    with pytest.raises(UnknownKernel, match="Did you mean my_kernel") as caught:
+        workshop.loader().load("my_kernal")
+    assert caught.value.matches == ("my_kernel",)
+    assert isinstance(caught.value, LookupError)
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "a/b", "layers", "x\0y", 7, None, "finegrained_fp8.toml"])
+def test_whatever_is_no_name_is_an_unknown_kernel(name):
+    with pytest.raises(UnknownKernel):
+        KernelLoader(Settings(), CPU_HOST).load(name)
+
+
+def test_version_and_revision_exclude_each_other(workshop):
+    workshop.simple("my_kernel")
+    with pytest.raises(RequestError, match="both given"):
+        workshop.loader().load("my_kernel", version=1, revision="main")
+
+
+def test_a_fallback_that_does_not_exist_is_refused(workshop):
+    workshop.simple("my_kernel")
+    with pytest.raises(RequestError, match="'slow'"):
+        workshop.loader().load("my_kernel", fallback="slow")
+
+
+def test_a_backend_that_this_host_lacks_is_refused(workshop):
+    workshop.simple("my_kernel")
+    with pytest.raises(HostError, match="this host has cpu"):
+        workshop.loader().load("my_kernel", backend="cuda")
+
+
+def test_the_cpu_can_be_asked_for_on_a_gpu_host(workshop):
+    repository = workshop.kernel("my_kernel")
+    for variant in ("torch-cpu", "torch-cuda"):
+        write_build(repository, variant, {"__init__.py": f"def double(x): return {variant!r}"})
+    loader = workshop.loader(GPU_HOST)
+    assert loader.load("my_kernel").double(1) == "torch-cuda"
+    assert loader.load("my_kernel", backend="cpu").double(1) == "torch-cpu"
+    assert loader.load("my_kernel", backend="cuda") is not loader.load("my_kernel", backend="cpu")
+
+
+# --- once ---------------------------------------------------------------------------------------------------------
+
+
+def test_thirty_two_threads_get_one_object_from_one_execution(workshop, tmp_path):
+    source = (
+        f"{counts_runs(tmp_path / 'runs')}\nimport time\nfor _ in range(1000): time.sleep(0)\ndef double(x): return x"
+    )
+    workshop.simple("my_kernel", source)
+    loader, start, bundles = workshop.loader(), threading.Barrier(32), []
+
+    def work(name):
+        start.wait(10)
+        bundles.append(loader.load(name))
+
+    names = ["my_kernel", "my-kernel"] * 16
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(bundles) == 32
+    assert len({id(bundle) for bundle in bundles}) == 1
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+def test_a_failure_is_not_kept_and_a_success_is(workshop, tmp_path):
+    flag = tmp_path / "ready"
+    check = f"import pathlib\nif not pathlib.Path({str(flag)!r}).exists(): raise RuntimeError('not yet')"
+    workshop.simple("my_kernel", f"{check}\ndef double(x): return x")
+    loader = workshop.loader()
+    for _ in range(2):
+        with pytest.raises(KernelImportError, match="not yet"):
+            loader.load("my_kernel")
+    flag.touch()
+    bundle = loader.load("my_kernel")
+    flag.unlink()
+    assert loader.load("my_kernel") is bundle
+
+
+def test_a_second_call_touches_neither_manifest_nor_build(workshop, monkeypatch, cpu_machine):
+    build = workshop.simple("my_kernel")
+    monkeypatch.setenv("KERNEL_LOADER_LOCAL", f"org/my-kernel={build}")
+    monkeypatch.setenv("KERNEL_LOADER_MANIFESTS", str(workshop.manifests))
+    bundle = kernel_loader.load_kernel("my_kernel")
+    shutil.rmtree(build)
+    shutil.rmtree(workshop.manifests)
+    assert kernel_loader.load_kernel("my_kernel") is bundle
+
+
+# --- nothing fits: the reference is the best build there is -------------------------------------------------------
+
+
+def refers(workshop, **keys):
+    """A kernel whose reference is the embedded FP8 one."""
+    return workshop.kernel("my_kernel", entrypoints={"double": "fp8_act_quant"}, reference="finegrained-fp8", **keys)
+
+
+def test_where_the_manifest_excludes_the_host_the_reference_is_taken_with_one_warning(workshop, caplog):
+    refers(workshop, backends=["cuda"])
+    workshop.local.clear()
+    loader = workshop.loader()
+    bundle = loader.load("my_kernel")
+    loader.load("my_kernel", version=7)
+    origin = kernel_loader.origin(bundle)
+    assert origin.reference
+    assert origin.source == "embedded"
+    assert "this host computes on cpu" in origin.why
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert record.name == "kernel_loader"
+    assert "uses the slow reference" in record.getMessage()
+    assert "it is for cuda, and this host computes on cpu" in record.getMessage()
+
+
+def test_where_no_build_fits_the_reference_is_taken(workshop):
+    write_build(refers(workshop), "torch-cuda")
+    assert kernel_loader.origin(workshop.loader().load("my_kernel")).reference
+
+
+def test_fallback_error_refuses_the_reference_where_nothing_fits(workshop):
+    write_build(refers(workshop), "torch-cuda")
+    with pytest.raises(NoCompatibleBuild, match="built for cuda, this host computes on cpu") as caught:
+        workshop.loader().load("my_kernel", fallback="error")
+    assert caught.value.nearest.name == "torch-cuda"
+    with pytest.raises(NoCompatibleBuild):
+        workshop.loader(fallback="error").load("my_kernel")
+
+
+def test_without_a_reference_it_is_an_error_that_nothing_fits(workshop):
+    write_build(workshop.kernel("my_kernel"), "torch-cuda")
+    with pytest.raises(FileNotFoundError, match="Nearest|nearest"):
+        workshop.loader().load("my_kernel", fallback="reference")
+
+
+def test_a_directory_of_the_users_is_looked_at_even_where_the_manifest_excludes_the_host(workshop):
+    write_build(refers(workshop, backends=["cuda"]), "torch-cpu", {"__init__.py": "fp8_act_quant = 1"})
+    assert kernel_loader.origin(workshop.loader().load("my_kernel")).variant == "torch-cpu"
+
+
+def test_a_disabled_kernel_is_its_reference(workshop):
+    write_build(refers(workshop), "torch-universal", {"__init__.py": "raise SystemExit"})
+    bundle = workshop.loader(disable=frozenset({"my-kernel"})).load("my_kernel")
+    assert "disabled by KERNEL_LOADER_DISABLE" in kernel_loader.origin(bundle).why
+
+
+# --- a build fits and fails: the user must know -------------------------------------------------------------------
+
+
+def damage_import(build: Path) -> None:
+    (build / "__init__.py").write_text("raise RuntimeError('broken')")
+
+
+def damage_symbols(build: Path) -> None:
+    (build / "__init__.py").write_text("other = 1")
+
+
+def damage_bytes(build: Path) -> None:
+    document = json.loads((build / "metadata.json").read_text())
+    digest = {"algorithm": "sha256", "files": {"__init__.py": "47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU="}}
+    (build / "metadata.json").write_text(json.dumps(document | {"digest": digest}))
+
+
+def damage_metadata(build: Path) -> None:
+    (build / "metadata.json").write_text("{")
+
+
+def damage_directory(build: Path) -> None:
+    shutil.rmtree(build.parent.parent)
+
+
+DAMAGES = {
+    damage_import: KernelImportError,
+    damage_symbols: KernelImportError,
+    damage_bytes: IntegrityError,
+    damage_metadata: MetadataError,
+    damage_directory: SourceError,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_build_that_fits_and_fails_raises(workshop, damage):
+    damage(write_build(refers(workshop), "torch-universal"))
+    with pytest.raises(DAMAGES[damage]):
+        workshop.loader().load("my_kernel")
+    with pytest.raises(DAMAGES[damage]):
+        workshop.loader().load("my_kernel", fallback="error")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_reference_can_be_accepted_instead_with_a_warning(workshop, damage, caplog):
+    damage(write_build(refers(workshop), "torch-universal"))
+    bundle = workshop.loader().load("my_kernel", fallback="reference")
+    assert kernel_loader.origin(bundle).reference
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "failed, and the slow reference is used instead" in record.getMessage()
+    assert workshop.loader(fallback="reference").load("my_kernel") == bundle
+
+
+def test_a_repository_that_no_source_has_raises_and_says_how_to_name_one(workshop):
+    refers(workshop)
+    workshop.local.clear()
+    with pytest.raises(SourceError, match="KERNEL_LOADER_LOCAL=org/my-kernel=DIRECTORY"):
+        workshop.loader().load("my_kernel")
+
+
+def test_bytes_that_were_not_published_never_run(workshop, tmp_path):
+    build = write_build(workshop.kernel("my_kernel"), "torch-universal")
+    kernel_loader.digest.seal(build)
+    (build / "__init__.py").write_text(f"{counts_runs(tmp_path / 'runs')}\ndef double(x): return x")
+    with pytest.raises(IntegrityError, match=r"__init__.py has other content"):
+        workshop.loader().load("my_kernel")
+    (build / "__init__.py").write_text("def double(x):\n    return 2 * x\n")
+    (build / "extra.py").write_text("")
+    with pytest.raises(IntegrityError, match="extra.py is not listed"):
+        workshop.loader().load("my_kernel")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_reference_that_fails_is_not_hidden_by_another(workshop):
+    workshop.kernel("my_kernel", repo=None, version=None, reference="no-such-kernel")
+    with pytest.raises(SourceError, match="install it again"):
+        workshop.loader().load("my_kernel")
+
+
+# --- doubtful builds ----------------------------------------------------------------------------------------------
+
+
+def test_a_build_of_unknown_compatibility_is_used_with_a_warning(workshop, caplog):
+    write_build(workshop.kernel("my_kernel"), "torch-cuda", backend={"type": "cuda", "archs": ["sm_90"]})
+    bundle = workshop.loader(GPU_HOST).load("my_kernel")
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "torch-cuda, which may not run on this host: compiled for sm_90" in record.getMessage()
+    assert "whether that runs on 9.0 is not known" in kernel_loader.origin(bundle).why
+
+
+def test_strict_refuses_a_build_of_unknown_compatibility(workshop):
+    write_build(workshop.kernel("my_kernel"), "torch-cuda", backend={"type": "cuda", "archs": ["sm_90"]})
+    with pytest.raises(NoCompatibleBuild):
+        workshop.loader(GPU_HOST, strict=True).load("my_kernel")
+
+
+# --- questions ----------------------------------------------------------------------------------------------------
+
+
+def test_resolve_answers_for_a_machine_that_is_not_here(workshop):
+    repository = workshop.kernel("my_kernel")
+    for variant in ("torch-cuda", "torch-rocm", "torch211-cxx11-cu130-x86_64-linux"):
+        write_build(repository, variant, {"__init__.py": "raise SystemExit('imported')"})
+    loader = workshop.loader()
+    assert loader.resolve("my_kernel", host=H200).chosen.name == "torch211-cxx11-cu130-x86_64-linux"
+    assert loader.resolve("my_kernel", host=replace(H200, torch="2.12.0")).chosen.name == "torch-cuda"
+    assert loader.resolve("org/my-kernel", version=1, host=H200).repo == "org/my-kernel@v1"
+    assert loader.resolve("my_kernel").chosen is None
+
+
+def test_resolve_shows_the_reference_where_nothing_fits(workshop):
+    write_build(refers(workshop), "torch-cuda")
+    resolution = workshop.loader().resolve("my_kernel")
+    assert resolution.chosen is None
+    assert resolution.reference.chosen.name == "torch-universal"
+    assert "Chosen: torch-universal, the reference" in resolution.explain()
+    assert json.loads(resolution.to_json())["reference"]["chosen"] == "torch-universal"
+
+
+def test_can_load_says_no_without_raising_importing_or_warning(workshop, caplog):
+    repository = refers(workshop)
+    write_build(repository, "torch-cuda", {"__init__.py": "raise SystemExit('imported')"})
+    loader = workshop.loader()
+    assert loader.can_load("my_kernel")
+    assert not loader.can_load("my_kernel", fallback="error")
+    assert not loader.can_load("org/my-kernel", version=1)
+    assert not loader.can_load("no_such_kernel")
+    assert not loader.can_load("org/no-such-repository")
+    assert not loader.can_load("my_kernel", backend="cuda")
+    assert workshop.loader(GPU_HOST).can_load("org/my-kernel", version=1)
+    damage_metadata(repository / "build" / "torch-cuda")
+    assert not workshop.loader(GPU_HOST).can_load("my_kernel")
+    assert not caplog.records
+
+
+def test_origin_tells_where_a_bundle_and_its_module_are_from(workshop):
+    import sys
+
+    build = workshop.simple("my_kernel")
+    bundle = workshop.loader().load("my_kernel")
+    origin = kernel_loader.origin(bundle)
+    assert (origin.kernel, origin.source, origin.repo, origin.variant, origin.reference, origin.path) == (
+        "my_kernel",
+        "local",
+        "org/my-kernel",
+        "torch-universal",
+        False,
+        build,
+    )
+    assert origin.why == "the only build that fits"
+    assert len(origin.digest) == 64
+    assert kernel_loader.origin(sys.modules[bundle.double.__module__]) == origin
+    assert origin in kernel_loader.loaded_kernels()
+
+
+def test_origin_of_anything_else_is_a_wrong_request():
+    with pytest.raises(RequestError):
+        kernel_loader.origin(object())
+
+
+def test_every_error_of_a_load_is_of_one_tree(workshop):
+    for damage in DAMAGES:
+        damage(write_build(refers(workshop), "torch-universal"))
+        with pytest.raises(KernelLoaderError):
+            workshop.loader().load("my_kernel")
+
+
+def test_the_host_is_looked_at_once_and_only_when_it_is_needed(monkeypatch):
+    monkeypatch.setenv("KERNEL_LOADER_OVERRIDE_NOTHING", "1")
+    loader = KernelLoader()
+    with pytest.raises(kernel_loader.SettingsError):
+        loader.resolve("finegrained_fp8")
+    assert KernelLoader(host=CPU_HOST).resolve("finegrained_fp8").reference.chosen
+
+
+# --- a source of the user's own -----------------------------------------------------------------------------------
+
+
+def test_a_source_that_costs_network_is_not_asked_where_the_manifest_excludes_the_host(workshop):
+    from kernel_loader.sources import LocalDirectories
+
+    class Remote(LocalDirectories):
+        __slots__ = ()
+
+        def listing(self, request):
+            raise AssertionError("asked")
+
+    refers(workshop, backends=["cuda"])
+    settings = Settings(manifests=(workshop.manifests,))
+    remote = Remote({}, "remote", is_local=False)
+    loader = KernelLoader(settings, CPU_HOST, sources=[remote])
+    assert kernel_loader.origin(loader.load("my_kernel")).reference
+    with pytest.raises(AssertionError, match="asked"):
+        KernelLoader(settings, GPU_HOST, sources=[remote]).load("my_kernel")
