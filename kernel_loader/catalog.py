@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kernel_loader.errors import ManifestError, UnknownKernel
+from kernel_loader.errors import ManifestError, SettingsError, UnknownKernel
 from kernel_loader.manifest import Manifest, normalise
 from kernel_loader.resources import data_directory
-from kernel_loader.settings import Settings
+from kernel_loader.settings import PREFIX, Settings
 
 ENTRY_POINTS: Final = "kernel_loader.manifests"
 BUNDLE_ATTRIBUTE: Final = "__kernel__"
@@ -28,14 +28,20 @@ class Catalog:
     manifests of this package; then those that installed packages offer under the entry point group
     `kernel_loader.manifests` (the name of a package whose directory holds TOML files), which can add names but not
     take over one.
+
+    Raises:
+        SettingsError: a directory of the settings is not there.
     """
 
     def __init__(self, settings: Settings) -> None:
+        for directory in settings.manifests:
+            if not directory.is_dir():
+                raise SettingsError(f"{PREFIX}MANIFESTS", str(directory), "directories that are there")
         self._own = (*settings.manifests, data_directory("manifests"))
 
     def names(self) -> tuple[str, ...]:
         """All registered names, sorted."""
-        return tuple(sorted({file.stem for directory in self._directories() for file in _files(directory)}))
+        return tuple(sorted({normalise(file.stem) for directory in self._directories() for file in _files(directory)}))
 
     def get(self, kernel: str | type) -> Manifest:
         """The manifest of a registered name or of a bundle class.
@@ -49,9 +55,8 @@ class Catalog:
         if not isinstance(kernel, str):
             raise UnknownKernel(repr(kernel))
         name = normalise(kernel)
-        for directory in self._directories():
-            file = directory / f"{name}.toml"
-            if name.isidentifier() and name not in _OTHER_FILES and file.is_file():
+        for file in (file for directory in self._directories() for file in _files(directory)):
+            if normalise(file.stem) == name:
                 return _read(file)
         raise UnknownKernel(kernel, tuple(difflib.get_close_matches(name, self.names(), n=3)))
 
@@ -68,22 +73,33 @@ class Catalog:
     def _directories(self) -> Iterator[Path]:
         yield from self._own
         for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda e: (e.name, e.value)):
-            # find_spec does not run the package.
-            spec = importlib.util.find_spec(entry.value)
-            yield from (Path(location) for location in (spec.submodule_search_locations if spec else None) or ())
+            yield from _package_directories(entry.value)
+
+
+def _package_directories(package: str) -> Iterator[Path]:
+    # find_spec runs the parents of a dotted name, but not a package at the top.
+    top, *below = package.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return  # an entry point that leads nowhere takes no other names with it
+    for location in (spec.submodule_search_locations if spec else None) or ():
+        yield Path(location, *below)
 
 
 def _files(directory: Path) -> Iterator[Path]:
     if directory.is_dir():
-        yield from (file for file in directory.glob("*.toml") if file.stem not in _OTHER_FILES)
+        for file in sorted(directory.glob("*.toml")):
+            if file.is_file() and normalise(file.stem).isidentifier() and file.stem not in _OTHER_FILES:
+                yield file
 
 
 def _read(file: Path) -> Manifest:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ManifestError(file.name, "", f"it cannot be read ({error})") from error
+        raise ManifestError(str(file), "", f"it cannot be read ({error})") from error
     manifest = Manifest.parse(text, str(file))
-    if manifest.name != file.stem:
+    if manifest.name != normalise(file.stem):
         raise ManifestError(str(file), "name", f"{manifest.name!r} is not the file's name")
     return manifest

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from kernel_loader.errors import IntegrityError, SourceError
-from kernel_loader.metadata import FILE_NAME, Algorithm, Digest, Metadata
+from kernel_loader.errors import IntegrityError, MetadataError, SourceError
+from kernel_loader.metadata import FILE_NAME, Algorithm, Digest, Metadata, is_safe_path
 
 _BYTECODE: Final = "__pycache__"
 
@@ -47,7 +47,9 @@ def violations(directory: Path, digest: Digest) -> tuple[str, ...]:
 
 def content_digest(hashes: Mapping[str, str]) -> str:
     """One digest for many files: sha256 over lines of path, NUL and hash, sorted."""
-    return hashlib.sha256("".join(f"{path}\0{hashes[path]}\n" for path in sorted(hashes)).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(f"{path}\0{hashes[path]}\n" for path in sorted(hashes)).encode(errors="surrogateescape")
+    ).hexdigest()
 
 
 def measure(directory: Path, algorithm: Algorithm) -> dict[str, str]:
@@ -97,8 +99,14 @@ def _sealed(directory: Path, algorithm: Algorithm) -> tuple[bytes, bytes]:
     Metadata.parse(text, str(file))
     files = measure(directory, algorithm)
     del files[FILE_NAME]
+    for path in files:
+        if not is_safe_path(path):
+            raise _unreadable(directory, f"{path!r} is no portable name for a file of a build")
     document = json.loads(text) | {"digest": {"algorithm": algorithm, "files": dict(sorted(files.items()))}}
-    return text, (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        return text, (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError as error:
+        raise MetadataError(str(file), "", f"a text in it is not Unicode ({error})") from error
 
 
 def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
@@ -125,7 +133,10 @@ def _hash(file: Path, algorithm: Algorithm) -> str:
 
 def _replace(file: Path, content: bytes) -> None:
     # Beside the target, so that the rename stays on one filesystem and a crash leaves the old file whole.
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    except OSError as error:
+        raise _unreadable(file.parent, f"it cannot be written ({error})") from error
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)

@@ -9,7 +9,7 @@
       ManifestError(ValueError)           a kernel's TOML is wrong
       MetadataError(ValueError)           a build's metadata.json is wrong
       RequestError(ValueError)            a call asks for two things that exclude each other
-    UnknownKernel(LookupError)          no manifest has that name
+      UnknownKernel(LookupError)          no manifest has that name
       NoCompatibleBuild(FileNotFoundError)  builds were found, none runs here
       SourceError(OSError)                a place where builds come from failed
       IntegrityError(OSError)             the bytes are not those that were published
@@ -54,7 +54,8 @@ class KernelLoaderError(Exception):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return f"{self.problem} {self.remedy}"
+        # One paragraph, whatever line breaks a compiler or linker put into its message.
+        return " ".join(f"{self.problem} {self.remedy}".split())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the class with `args`, which dataclass fields do not fill.

@@ -10,15 +10,21 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, Self, get_args
 
 from kernel_loader.errors import HostError
+from kernel_loader.reading import shown
 
 SCHEMA: Final = 1
 
 BackendKind = Literal["cpu", "cuda", "rocm", "xpu", "cann", "metal", "neuron", "tpu"]
 BACKEND_KINDS: Final[tuple[BackendKind, ...]] = get_args(BackendKind)
 
-_RELEASE = re.compile(r"(\d+)\.(\d+)")
-_GFX = re.compile(r"gfx[0-9a-f]+")
-_CAPABILITY = re.compile(r"\d+\.\d+")
+# What different systems call the same instruction set.
+_CPUS: Final = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
+
+# No release has numbers of more digits, and Python refuses to read very long ones.
+_NUMBER: Final = r"\d{1,9}(?!\d)"
+_RELEASE: Final = re.compile(rf"({_NUMBER})\.({_NUMBER})", re.ASCII)
+_GFX: Final = re.compile(r"gfx[0-9a-f]+")
+_CAPABILITY: Final = re.compile(r"\d{1,3}\.\d{1,3}", re.ASCII)
 
 
 @functools.lru_cache(maxsize=256)
@@ -26,6 +32,17 @@ def major_minor(version: str) -> tuple[int, int] | None:
     """The first two numbers of a version: (2, 8) for "2.8.0a0+5228986c39.nv25.5", None for a text without them."""
     match = _RELEASE.match(version)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def normal_os(name: str) -> str:
+    """The one spelling of an operating system."""
+    return name.lower()
+
+
+def normal_cpu(name: str) -> str:
+    """The one name of an instruction set; Windows and macOS have names of their own."""
+    name = name.lower()
+    return _CPUS.get(name, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +70,7 @@ class Backend:
         return self.kind if self.version is None else f"{self.kind} {self.version[0]}.{self.version[1]}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Host:
     """A machine and the Python environment on it.
 
@@ -117,7 +134,7 @@ class Host:
 
         return probe.detect(overrides or {})
 
-    @property
+    @functools.cached_property
     def backend(self) -> Backend:
         """What torch computes on. Where several are present, the first of tpu, neuron, cuda, rocm, metal, xpu, cann.
 
@@ -162,11 +179,14 @@ class Host:
 
     def to_json(self) -> str:
         """A JSON object with every known fact, that `from_json` reads back to an equal host."""
-        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.unknown | {"unknown"}}
+        # os and cpu stand in every description, even where they are not known.
+        left_out = self.unknown - {"os", "cpu"}
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         facts["devices"] = [{"arch": d.arch, "name": d.name} for d in self.devices]
         facts["packages"] = dict(self.packages)
         facts["provenance"] = dict(self.provenance)
-        for name in self.unknown & {"devices", "packages"}:
+        facts["unknown"] = sorted(self.unknown)
+        for name in left_out & {"devices", "packages"}:
             del facts[name]
         return json.dumps({"schema": SCHEMA} | facts, indent=2)
 
@@ -174,7 +194,8 @@ class Host:
     def from_json(cls, text: str | bytes) -> Self:
         """Read a description, complete (`to_json`) or by hand. Only `os` and `cpu` must be there.
 
-        A fact that is left out is unknown, apart from the backends: a host has those that its description gives.
+        A fact that is left out is unknown, apart from the backends: a host has those that its description gives, unless
+        `unknown`, a list of facts, names them.
         `devices` may be a list of architectures, such as `["9.0", "9.0"]`.
 
         Raises:
@@ -198,22 +219,34 @@ class Host:
 _TEXT: Final = frozenset(
     {"macos", "glibc", "python", "torch", "cuda", "rocm", "xpu", "cann", "driver", "cuda_toolkit", "tvm_ffi"}
 )
+_MAJOR_ONLY: Final = frozenset({"python", "macos", "driver"})
 _FLAG: Final = frozenset({"free_threaded", "metal", "neuron", "tpu"})
 _BACKENDS: Final = frozenset({"cuda", "rocm", "xpu", "cann", "metal", "neuron", "tpu"})
 _ALWAYS_KNOWN: Final = _BACKENDS | {"os", "cpu", "free_threaded", "unknown", "provenance"}
 
 
 def _read_facts(data: dict[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in fields(Host)} - {"unknown"}
+    names = {f.name for f in fields(Host)}
     for key in data:
         if key not in names:
             raise HostError(key, f"unknown fact; the facts are {', '.join(sorted(names))}")
     for key in ("os", "cpu"):
         if not isinstance(data.get(key), str):
             raise HostError(key, "a text is needed, such as linux and x86_64")
-    facts = {key: read_fact(key, value) for key, value in data.items()}
-    facts["unknown"] = frozenset(names - data.keys() - _ALWAYS_KNOWN)
+    facts = {key: read_fact(key, value) for key, value in data.items() if key != "unknown"}
+    facts["unknown"] = frozenset(names - data.keys() - _ALWAYS_KNOWN) | _read_unknown(data)
     return facts
+
+
+def _read_unknown(data: dict[str, Any]) -> frozenset[str]:
+    value = data.get("unknown", [])
+    names = {f.name for f in fields(Host)} - {"unknown", "provenance"}
+    if not isinstance(value, list) or not all(isinstance(name, str) and name in names for name in value):
+        raise HostError("unknown", f"{shown(value)} is not a list of facts")
+    for name in value:
+        if name in data and name not in ("os", "cpu"):
+            raise HostError(name, "it has a value, and is listed as unknown")
+    return frozenset(value)
 
 
 def read_fact(key: str, value: object) -> object:
@@ -235,12 +268,17 @@ def read_fact(key: str, value: object) -> object:
     else:
         expected, good = "a text", isinstance(value, str)
     if not good:
-        raise HostError(key, f"{value!r} is not {expected}")
+        raise HostError(key, f"{shown(value)} is not {expected}")
+    if key in ("os", "cpu"):
+        return (normal_os if key == "os" else normal_cpu)(str(value))
     return value
 
 
 def _is_version(key: str, value: object) -> bool:
-    return isinstance(value, str) and (major_minor(value) is not None or key in ("driver", "python", "macos"))
+    if not isinstance(value, str):
+        return False
+    # A driver branch ("580") or a macOS ("26") is also written as one number.
+    return major_minor(value) is not None or (key in _MAJOR_ONLY and re.fullmatch(_NUMBER, value, re.ASCII) is not None)
 
 
 def _read_devices(value: object) -> tuple[HostDevice, ...]:
@@ -250,8 +288,10 @@ def _read_devices(value: object) -> tuple[HostDevice, ...]:
     for index, item in enumerate(value):
         entry = {"arch": item} if isinstance(item, str) else item
         if not isinstance(entry, dict) or not is_arch(entry.get("arch")) or entry.keys() - {"arch", "name"}:
-            raise HostError(f"devices[{index}]", f'{item!r} is not an architecture, such as "9.0" or "gfx942"')
-        devices.append(HostDevice(arch=entry["arch"], name=str(entry.get("name", ""))))
+            raise HostError(f"devices[{index}]", f'{shown(item)} is not an architecture, such as "9.0" or "gfx942"')
+        if not isinstance(entry.get("name", ""), str):
+            raise HostError(f"devices[{index}].name", f"{shown(entry['name'])} is not a text")
+        devices.append(HostDevice(**entry))
     return tuple(devices)
 
 

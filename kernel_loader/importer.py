@@ -37,7 +37,7 @@ HOME: Final = "kernel_loader.loaded"
 _ABI_SIGNS: Final = re.compile(
     r"undefined symbol|invalid ELF header|wrong ELF class|GLIBC(XX)?_[\d.]+. not found|file too short"
     r"|incompatible architecture|mach-o file|Symbol not found|%1 is not a valid Win32 application"
-    r"|specified procedure could not be found|cannot open shared object file: Exec format",
+    r"|specified procedure could not be found",
     re.IGNORECASE,
 )
 
@@ -54,9 +54,14 @@ def package_directory(build: Path, metadata: Metadata) -> Path:
     Raises:
         SourceError: the build has neither.
     """
+    try:
+        entries = sorted(build.iterdir())
+    except OSError as error:
+        raise SourceError(
+            str(build), f"it cannot be listed ({error})", "Bring the build back, and load again."
+        ) from error
     named = [metadata.name.replace("-", "_")] if metadata.name else []
-    inside = sorted(entry.name for entry in build.iterdir() if (entry / "__init__.py").is_file())
-    for candidate in (build, *(build / name for name in named), *(build / inside[0] for _ in inside[:1])):
+    for candidate in (build, *(build / name for name in named), *entries):
         if (candidate / "__init__.py").is_file():
             return candidate
     detail = "there is no __init__.py, neither in the build nor in a package below it"
@@ -140,6 +145,12 @@ def _import_error(origin: Origin, error: Exception) -> KernelImportError:
     cause = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(HOME):
         return MissingDependency(origin.kernel, origin, cause, (error.name.partition(".")[0],))
-    if isinstance(error, ImportError | OSError) and _ABI_SIGNS.search(str(error)):
+    if isinstance(error, ImportError | OSError) and (_ABI_SIGNS.search(str(error)) or _refused_library(str(error))):
         return AbiMismatch(origin.kernel, origin, cause)
     return KernelImportError(origin.kernel, origin, cause)
+
+
+def _refused_library(message: str) -> bool:
+    # glibc says of a library for another CPU that there is no such file.
+    match = re.match(r"(.+?): cannot open shared object file", message)
+    return match is not None and Path(match[1]).is_file()

@@ -78,6 +78,14 @@ def _reference(resolved: _Resolved, why: str, warning: str) -> _Choice:
     return _Choice(resolved=resolved, build=build, reference=True, why=why, warning=warning)
 
 
+def _nowhere(request: Request) -> SourceError:
+    advice = (
+        f"Set KERNEL_LOADER_LOCAL={request.repo}=DIRECTORY to use builds on this machine, or accept the slow "
+        'reference with fallback="reference".'
+    )
+    return SourceError(str(request), "no source that is configured here has this repository", advice)
+
+
 class KernelLoader:
     """Loads kernels: resolves, fetches, verifies, imports and binds them. Owns all state of doing so.
 
@@ -214,38 +222,42 @@ class KernelLoader:
     def _resolve(self, ask: _Ask, host: Host) -> _Resolved:
         """What fits a host, and where it is."""
         manifest, host = ask.manifest, host.select(ask.backend)
-        if (note := self._nothing_to_list(ask, host)) is not None:
-            resolved = _Resolved(Resolution(str(ask.request or manifest.name), host, note=note))
-        else:
-            resolved = self._resolve_builds(ask, host)
+        resolved = self._resolve_builds(ask, host)
         if resolved.resolution.chosen is not None or manifest.reference is None:
             return resolved
         reference = self._resolve_reference(manifest, host).resolution
         return replace(resolved, resolution=replace(resolved.resolution, reference=reference))
 
-    def _nothing_to_list(self, ask: _Ask, host: Host) -> str | None:
-        """Why no source needs to be asked, where none does."""
-        manifest = ask.manifest
-        if ask.request is None:
-            return "it has reference builds alone"
-        if manifest.name in self._disabled:
-            return "it is disabled by KERNEL_LOADER_DISABLE"
-        if manifest.backends and host.backend.kind not in manifest.backends:
-            return f"it is for {', '.join(manifest.backends)}, and this host computes on {host.backend.kind}"
-        return None
-
     def _resolve_builds(self, ask: _Ask, host: Host) -> _Resolved:
-        assert ask.request is not None, "a kernel without a repository has nothing to list"
-        source, listing = self._find(ask.request)
+        manifest, request = ask.manifest, ask.request
+        if request is None:
+            return _Resolved(Resolution(manifest.name, host, note="it has reference builds alone"))
+        if manifest.name in self._disabled:
+            return _Resolved(Resolution(str(request), host, note="it is disabled by KERNEL_LOADER_DISABLE"))
+        excluded = bool(manifest.backends) and host.backend.kind not in manifest.backends
+        # A directory that the user names is looked at all the same: it may hold more than what is published.
+        found = self._find(request, [source for source in self._sources if source.is_local or not excluded])
+        if found is None and excluded:
+            note = f"it is for {', '.join(manifest.backends)}, and this host computes on {host.backend.kind}"
+            return _Resolved(Resolution(str(request), host, note=note))
+        if found is None:
+            raise _nowhere(request)
+        source, listing = found
         resolution = choose(
             listing.names,
             host,
-            repo=str(ask.request),
-            requires=ask.manifest.requires,
+            repo=str(request),
+            requires=manifest.requires,
             read_metadata=functools.partial(source.metadata, listing),
             strict=self.settings.strict,
         )
         return _Resolved(resolution, source, listing)
+
+    def _find(self, request: Request, sources: Sequence[Source]) -> tuple[Source, Listing] | None:
+        for source in sources:
+            if (listing := source.listing(request)) is not None:
+                return source, listing
+        return None
 
     def _resolve_reference(self, manifest: Manifest, host: Host) -> _Resolved:
         assert manifest.reference is not None, "only asked for kernels that have one"
@@ -259,16 +271,6 @@ class KernelLoader:
         read = functools.partial(source.metadata, listing)
         repo = f"registry/{manifest.reference}"
         return _Resolved(choose(listing.names, host, repo=repo, read_metadata=read), source, listing)
-
-    def _find(self, request: Request) -> tuple[Source, Listing]:
-        for source in self._sources:
-            if (listing := source.listing(request)) is not None:
-                return source, listing
-        advice = (
-            f"Set KERNEL_LOADER_LOCAL={request.repo}=DIRECTORY to use builds on this machine, or accept the slow "
-            'reference with fallback="reference".'
-        )
-        raise SourceError(str(request), "no source that is configured here has this repository", advice)
 
     def _bring(self, manifest: Manifest, choice: _Choice) -> Any:  # noqa: ANN401 - load_kernel has the types
         """Fetch, verify, import and bind a build."""

@@ -82,7 +82,7 @@ class Manifest:
         """
         try:
             table = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # of numbers with too many digits, only the former
             raise ManifestError(file, "", f"not TOML ({error})") from error
         return cls.from_table(table, file)
 
@@ -99,6 +99,8 @@ class Manifest:
             root.error("the key name is missing")
         if "repo" not in keys and "reference" not in keys:
             root.error("a kernel needs a repo, a reference, or both")
+        if "repo" not in keys and ("version" in keys or "revision" in keys):
+            root.error("a version or a revision is that of a repo, and there is none")
         if "repo" in keys and ("version" in keys) == ("revision" in keys):
             root.error("a repo needs a version or a revision, and not both")
         return cls(
@@ -106,7 +108,7 @@ class Manifest:
             summary=keys["summary"].text() if "summary" in keys else "",
             repo=keys["repo"].text(_REPO, "a repository id (organisation/name)") if "repo" in keys else None,
             version=keys["version"].integer() if "version" in keys else None,
-            revision=keys["revision"].text() if "revision" in keys else None,
+            revision=keys["revision"].text(r"\S+", "a branch, tag or commit") if "revision" in keys else None,
             backends=_backends(keys["backends"]) if "backends" in keys else (),
             bundle=keys["bundle"].text(_CLASS, "a class (module:Class)") if "bundle" in keys else None,
             reference=keys["reference"].text(_DIRECTORY, "a directory of registry/") if "reference" in keys else None,
@@ -125,7 +127,7 @@ def _known(node: Node, names: frozenset[str]) -> dict[str, Node]:
     table = node.table()
     for key, value in table.items():
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+            near = difflib.get_close_matches(str(key), names, n=1)  # a class may hold any key
             value.error(f"unknown key; did you mean {near[0]}?" if near else f"unknown key; there are {_listed(names)}")
     return table
 
@@ -146,9 +148,13 @@ def _requires(node: Node) -> Requires:
     specifiers = {attribute: _specifier(table[key]) for key, attribute in _SPECIFIERS.items() if key in table}
     return Requires(
         **specifiers,
-        gfx=table["gfx"].texts() if "gfx" in table else (),
+        gfx=_gfx(table["gfx"]) if "gfx" in table else (),
         python=_requirements(table["python"]) if "python" in table else (),
     )
+
+
+def _gfx(node: Node) -> tuple[str, ...]:
+    return tuple(item.text(r"gfx[0-9a-f]+", "a gfx name, such as gfx942") for item in node.items())
 
 
 def _specifier(node: Node) -> SpecifierSet:

@@ -26,7 +26,7 @@ MAX_BYTES: Final = 16 * 2**20
 
 Algorithm = Literal["sha256", "sha512"]
 
-_REPO_ID: Final = r"[\w.\-]+/[\w.\-]+"
+_REPO_ID: Final = r"[\w\-][\w.\-]*/[\w\-][\w.\-]*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Metadata:
             archs=backend["archs"].texts() if "archs" in backend else None,
             python_depends=table["python-depends"].texts() if "python-depends" in table else (),
             kernel_depends=_dependencies(table["kernel-depends"]) if "kernel-depends" in table else (),
-            kernels_minver=minver.text(r"\d+(\.\d+)*", "a version") if minver else None,
+            kernels_minver=minver.text(r"\d{1,9}(\.\d{1,9})*", "a version") if minver else None,
             digest=_digest(table["digest"]) if "digest" in table else None,
             dirty=_dirty(table["provenance"]) if "provenance" in table else False,
         )
@@ -154,7 +154,9 @@ def _digest(node: Node) -> Digest:
 def is_safe_path(path: str) -> bool:
     """Whether a relative path, written with slashes, stays inside its directory on every system."""
     parts = path.split("/")
-    return all(part not in ("", ".", "..") for part in parts) and re.search(r"[\\:\x00-\x1f]", path) is None
+    # Half a surrogate pair, which JSON can spell, is no text that a file system could store.
+    unportable = re.search(r"[\\:\x00-\x1f\ud800-\udfff]", path)
+    return all(part not in ("", ".", "..") for part in parts) and unportable is None
 
 
 def _is_hash(value: str, algorithm: str) -> bool:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from kernel_loader.errors import KernelLoaderError
+
+# TOML's own limit. Python refuses to write numbers of more than 4300 digits, in an error's text as elsewhere.
+_LARGEST: Final = 2**63 - 1
 
 
 class Node:
@@ -26,21 +30,23 @@ class Node:
 
     def _expect(self, kind: type, name: str) -> Any:  # noqa: ANN401 - the type is the argument
         if not isinstance(self.value, kind) or (kind is int and isinstance(self.value, bool)):
-            self.error(f"{name} was expected, not {_shown(self.value)}")
+            self.error(f"{name} was expected, not {shown(self.value)}")
         return self.value
 
     def text(self, pattern: str | None = None, what: str = "") -> str:
         """A text, of a form where a pattern is given."""
         value: str = self._expect(str, "a text")
         if pattern is not None and re.fullmatch(pattern, value, re.ASCII) is None:
-            self.error(f"{_shown(value)} is not {what}")
+            self.error(f"{shown(value)} is not {what}")
         return value
 
     def integer(self) -> int:
         """A whole number, zero or above."""
         value: int = self._expect(int, "a whole number")
         if value < 0:
-            self.error(f"{value} is below zero")
+            self.error(f"{shown(value)} is below zero")
+        if value > _LARGEST:
+            self.error("the number is too large")
         return value
 
     def boolean(self) -> bool:
@@ -67,6 +73,11 @@ class Node:
         }
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def shown(value: object) -> str:
+    """A value as errors quote it: short, whatever its size or depth."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    try:
+        return short.repr(value)
+    except ValueError:
+        return "a number that is too long to write"

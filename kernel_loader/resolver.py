@@ -19,6 +19,7 @@ from kernel_loader.rules import (
     METADATA_RULES,
     NAME_RULES,
     NOTHING,
+    REQUIRES_RULES,
     Build,
     Reason,
     Reject,
@@ -177,7 +178,8 @@ def _by_name(name: str, host: Host, requires: Requires) -> Verdict:
         variant = Variant.parse(name)
     except VariantError as error:
         return Verdict(name, None, "rejected", (Reject("grammar", error.detail, error.remedy),))
-    reasons = tuple(judge(NAME_RULES, host, Build(name, variant, requires=requires)))
+    rules = NAME_RULES if requires is NOTHING else NAME_RULES + REQUIRES_RULES
+    reasons = judge(rules, host, Build(name, variant, requires=requires))
     return Verdict(name, variant, _status(reasons), reasons)
 
 

@@ -6,8 +6,9 @@ A rule looks at one thing and gives one reason. All rules run on a build, so tha
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -403,6 +404,8 @@ NAME_RULES: Final[tuple[Rule, ...]] = (
     macos_rule,
     driver_rule,
     device_rule,
+)
+REQUIRES_RULES: Final[tuple[Rule, ...]] = (
     requires_capability_rule,
     requires_gfx_rule,
     requires_toolkit_rule,
@@ -438,12 +441,9 @@ EFFORT: Final = (
 )
 
 
-def judge(rules: tuple[Rule, ...], host: Host, build: Build) -> Iterator[Reject | Unknown]:
+def judge(rules: tuple[Rule, ...], host: Host, build: Build) -> tuple[Reject | Unknown, ...]:
     """What the rules have against a build on a host."""
-    for rule in rules:
-        outcome = rule(host, build)
-        if not isinstance(outcome, Accept):
-            yield outcome
+    return tuple([outcome for rule in rules if not isinstance(outcome := rule(host, build), Accept)])
 
 
 # --- shared by rules ----------------------------------------------------------------------------------------------
@@ -510,5 +510,6 @@ def _abi(cxx11: bool) -> str:  # noqa: FBT001 - the value of a fact, not a switc
     return f"C++{'11' if cxx11 else '98'} ABI"
 
 
+@functools.lru_cache(maxsize=256)
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))

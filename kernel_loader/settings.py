@@ -58,7 +58,7 @@ class Settings:
             fallback=_fallback(environ),
             # Ours is read last, so that it wins.
             local=_local(environ, "LOCAL_KERNELS", ":;") | _local(environ, f"{PREFIX}LOCAL", os.pathsep),
-            manifests=tuple(Path(p) for p in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep) if p),
+            manifests=tuple(Path(p).expanduser() for p in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep) if p),
             disable=frozenset(re.findall(r"[^\s,]+", environ.get(f"{PREFIX}DISABLE", ""))),
             strict=_boolean(environ, f"{PREFIX}STRICT"),
             overrides={
@@ -94,9 +94,9 @@ def _boolean(environ: Mapping[str, str], variable: str) -> bool:
 def _local(environ: Mapping[str, str], variable: str, separators: str) -> dict[str, Path]:
     value = environ.get(variable, "")
     local: dict[str, Path] = {}
-    for entry in re.split(rf"[{separators}](?={_REPO}=)", value.strip(separators)) if value else []:
+    for entry in re.split(rf"[{separators}]+(?={_REPO}=)", value.strip(separators)) if value else []:
         match = _LOCAL_ENTRY.fullmatch(entry)
         if match is None:
             raise SettingsError(variable, value, f"repo=path entries separated by {separators[0]!r}")
-        local[match[1]] = Path(match[2])
+        local[match[1]] = Path(match[2]).expanduser()
     return local

@@ -8,7 +8,7 @@
     torch-<name>                                        no compiled code: torch-universal, torch-cuda
 
 Versions are written without a dot, so the number of digits of the major version is part of the grammar: one for torch,
-the stable ABI, tvm-ffi, ROCm and CANN, two for CUDA, four (a year) for XPU. A minor version has no leading zero;
+the stable ABI, tvm-ffi, ROCm and CANN, two for CUDA, four (a year) for XPU. Neither of them has a leading zero;
 otherwise two names would mean one build.
 """
 
@@ -31,14 +31,14 @@ NOARCH: Final = ("cpu", "cuda", "metal", "neuron", "rocm", "tpu", "xpu", "npu", 
 _VERSIONED: Final = {"cuda": ("cu", 2), "rocm": ("rocm", 1), "xpu": ("xpu", 4), "cann": ("cann", 1)}
 _KIND_OF_PREFIX: Final = {prefix: kind for kind, (prefix, _) in _VERSIONED.items()}
 
-_MINOR: Final = r"(?:0|[1-9]\d*)"
+_MINOR: Final = r"(?:0|[1-9]\d{0,5})"
 _PATTERN: Final = re.compile(
     rf"(?:(?P<stable>torch-stable-abi)(?P<stable_version>\d{_MINOR})"
     rf"|(?P<torch>torch)(?P<torch_version>\d{_MINOR})(?:-(?P<abi>cxx11|cxx98))?"
     rf"|(?P<tvm>tvm-ffi)(?P<tvm_version>\d{_MINOR}))"
     rf"-(?:(?P<unversioned>{'|'.join(UNVERSIONED)})"
-    rf"|(?P<prefix>cu)(?P<cu>\d\d{_MINOR})|(?P<prefix1>rocm|cann)(?P<one>\d{_MINOR})"
-    rf"|(?P<prefix4>xpu)(?P<year>\d{{4}}{_MINOR}))"
+    rf"|(?P<prefix>cu)(?P<cu>[1-9]\d{_MINOR})|(?P<prefix1>rocm|cann)(?P<one>\d{_MINOR})"
+    rf"|(?P<prefix4>xpu)(?P<year>[1-9]\d{{3}}{_MINOR}))"
     rf"-(?P<cpu>{'|'.join(CPUS)})-(?P<os>{'|'.join(OSES)})",
     re.ASCII,
 )

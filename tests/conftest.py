@@ -40,6 +40,7 @@ class Workshop:
     def __init__(self, root: Path) -> None:
         self.root, self.manifests = root, root / "manifests"
         self.local: dict[str, Path] = {}
+        self.manifests.mkdir()
 
     def kernel(self, name: str, **keys: object) -> Path:
         """Register a kernel and give the directory of its repository."""

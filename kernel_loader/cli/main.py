@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from kernel_loader import __version__
 from kernel_loader.errors import KernelLoaderError
 from kernel_loader.host import Host
 from kernel_loader.settings import Settings
@@ -32,7 +33,7 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="kernel-loader")
+@click.version_option(__version__, prog_name="kernel-loader")
 def main() -> None:
     """Find, verify and load the compiled GPU kernel that fits a machine."""
 

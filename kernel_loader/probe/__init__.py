@@ -6,8 +6,10 @@ and what torch was built for is read from torch's own files unless torch is alre
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 from kernel_loader.errors import HostError, SettingsError
@@ -20,12 +22,16 @@ __all__ = ["Fact", "detect"]
 
 SECONDS: Final = 5.0
 
+# What can be overridden, beside the devices, whose variable is called ARCH.
+_NAMES: Final = frozenset(f.name.upper() for f in fields(Host)) - {"DEVICES", "PACKAGES", "UNKNOWN", "PROVENANCE"}
+
 # A probe, and the fields it answers for: those are unknown when it fails or does not come back.
 PROBES: Final[tuple[tuple[Callable[[], Mapping[str, Fact]], tuple[str, ...]], ...]] = (
     (system.probe, ("os", "cpu", "macos", "glibc")),
     (python.probe, ("python", "free_threaded", "packages", "tvm_ffi")),
     (torch.probe, ("torch", "cxx11_abi", "cuda", "rocm", "xpu", "cann", "metal", "neuron", "tpu")),
-    (nvidia.probe, ("driver", "cuda_toolkit")),
+    (lambda: {"driver": nvidia.driver()}, ("driver",)),
+    (lambda: {"cuda_toolkit": nvidia.toolkit(os.environ)}, ("cuda_toolkit",)),
 )
 
 
@@ -94,12 +100,11 @@ def _parse(key: str, value: str) -> Any:  # noqa: ANN401 - read_fact checks the 
         case "devices":
             return [arch.strip() for arch in value.split(",") if arch.strip()]
         case "free_threaded" | "metal" | "neuron" | "tpu" | "cxx11_abi":
-            return {"1": True, "0": False, "": None if key == "cxx11_abi" else False}.get(value, value)
+            words = {"1": True, "true": True, "0": False, "false": False, "": None if key == "cxx11_abi" else False}
+            return words.get(value.lower(), value)
         case "os" | "cpu":
             return value
-        case "packages" | "provenance" | "unknown":
-            raise HostError(key, "cannot be overridden")
-        case _ if key not in Host.__slots__:
-            raise HostError(key, f"no such fact; there are ARCH and {', '.join(s.upper() for s in Host.__slots__)}")
+        case _ if key.upper() not in _NAMES:
+            raise HostError(key, f"no such fact; there are ARCH, {', '.join(sorted(_NAMES))}")
         case _:
             return value or None

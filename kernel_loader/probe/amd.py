@@ -28,12 +28,16 @@ def devices(environ: Mapping[str, str] = os.environ, topology: Path = _TOPOLOGY)
 
 
 def _device(node: Path) -> tuple[str, HostDevice] | None:
-    properties = dict(re.findall(r"^(\w+) (\d+)$", (node / "properties").read_text(encoding="utf-8"), re.MULTILINE))
+    try:
+        text = (node / "properties").read_text(encoding="utf-8")
+    except PermissionError:
+        return None  # amdkfd answers so for GPUs outside the process's cgroup
+    properties = dict(re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE))
     target = int(properties.get("gfx_target_version", 0))
     if target == 0:
         return None  # a CPU is a node of the topology too
     name = (node / "name").read_text(encoding="utf-8").strip() if (node / "name").is_file() else ""
-    return f"GPU-{int(properties.get('unique_id', 0)):x}", HostDevice(arch=gfx_name(target), name=name)
+    return f"GPU-{int(properties.get('unique_id', 0)):016x}", HostDevice(arch=gfx_name(target), name=name)
 
 
 def gfx_name(target: int) -> str:

@@ -14,17 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kernel_loader.host import HostDevice
+from kernel_loader.host import HostDevice, major_minor
 from kernel_loader.probe.fact import Fact
 from kernel_loader.probe.visible import visible
 
 _NVML: Final = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 _ROOT: Final = Path("/")
-
-
-def probe() -> Mapping[str, Fact]:
-    """The facts driver and cuda_toolkit."""
-    return {"driver": driver(), "cuda_toolkit": toolkit(os.environ)}
+_DRIVER_NOT_LOADED: Final = 9  # nvmlReturn_t
 
 
 def driver(root: Path = _ROOT) -> Fact:
@@ -65,24 +61,27 @@ def devices(environ: Mapping[str, str] = os.environ) -> Fact:
 def toolkit(environ: Mapping[str, str], default: Path = Path("/usr/local/cuda")) -> Fact:
     """The CUDA toolkit that just-in-time compilers would find: CUDA_HOME, nvcc on PATH, or the usual place."""
     named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    on_path = shutil.which("nvcc", path=environ.get("PATH"))
+    on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
     home = Path(named) if named else Path(on_path).resolve().parent.parent if on_path else default
     nvcc = home / "bin" / ("nvcc.exe" if sys.platform == "win32" else "nvcc")
     if not os.access(nvcc, os.X_OK):
         return Fact(None, f"no nvcc in {home / 'bin'}")
-    return Fact(_toolkit_version(home, nvcc), str(nvcc))
+    version = _toolkit_version(home, nvcc)
+    return Fact(version, str(nvcc)) if version else Fact.unknown(f"{nvcc} does not tell its version")
 
 
 def _toolkit_version(home: Path, nvcc: Path) -> str | None:
     try:
-        return str(json.loads((home / "version.json").read_text(encoding="utf-8"))["cuda"]["version"])
+        version = str(json.loads((home / "version.json").read_text(encoding="utf-8"))["cuda"]["version"])
     except (OSError, ValueError, KeyError, TypeError):
-        # Distributions leave the file out.
-        answer = subprocess.run(  # noqa: S603 - the compiler that kernels would run
-            [nvcc, "--version"], capture_output=True, text=True, timeout=4, check=False
-        ).stdout
-        match = re.search(r"release (\d+\.\d+)", answer)
-        return match[1] if match else None
+        version = ""  # distributions leave the file out
+    if major_minor(version) is not None:
+        return version
+    answer = subprocess.run(  # noqa: S603 - the compiler that kernels would run
+        [nvcc, "--version"], capture_output=True, text=True, timeout=4, check=False
+    ).stdout
+    match = re.search(r"release (\d+\.\d+)", answer)
+    return match[1] if match else None
 
 
 # --- NVML ---------------------------------------------------------------------------------------------------------
@@ -95,9 +94,11 @@ def _nvml() -> Iterator[ctypes.CDLL | None]:
     except OSError:
         yield None
         return
-    if nvml.nvmlInit_v2() != 0:
-        yield None  # the library is installed and no driver answers it
+    status = nvml.nvmlInit_v2()
+    if status == _DRIVER_NOT_LOADED:
+        yield None  # containers bring the library along to machines without the driver
         return
+    _check(status)
     try:
         yield nvml
     finally:

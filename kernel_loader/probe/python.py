@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
@@ -39,7 +41,17 @@ def installed(path: Iterable[str]) -> dict[str, str]:
         for name in names:
             stem, dot, suffix = name.rpartition(".")
             distribution, dash, version = stem.partition("-")
-            if dot and dash and suffix in ("dist-info", "egg-info"):
-                # egg-info names may go on: NAME-VERSION-pyX.Y
-                found.setdefault(canonicalize_name(distribution), version.partition("-")[0])
+            if not dot or suffix not in ("dist-info", "egg-info"):
+                continue
+            # egg-info names may go on, NAME-VERSION-pyX.Y; that of a project in development is its name alone.
+            version = version.partition("-")[0] if dash else _version_in(Path(directory, name, "PKG-INFO"))
+            found.setdefault(canonicalize_name(distribution), version)
     return found
+
+
+def _version_in(file: Path) -> str:
+    try:
+        match = re.search(r"^Version: (\S+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        match = None
+    return match[1] if match else "0"

@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from typing import Final
 
+from kernel_loader.host import normal_cpu, normal_os
 from kernel_loader.probe.fact import Fact
-
-# What different systems call the same instruction set.
-_CPUS: Final = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
 
 def probe(system: str | None = None, machine: str | None = None) -> Mapping[str, Fact]:
     """os, cpu, macos and glibc. Arguments stand for what the machine would answer."""
-    system = (system or platform.system()).lower()
-    machine = (machine or platform.machine()).lower()
+    system = normal_os(system or platform.system())
     macos = platform.mac_ver()[0] if system == "darwin" else ""
     return {
         "os": Fact(system, "platform.system"),
-        "cpu": Fact(_CPUS.get(machine, machine), "platform.machine"),
+        "cpu": Fact(normal_cpu(machine or platform.machine()), "platform.machine"),
         "macos": Fact(macos or None, "platform.mac_ver"),
         "glibc": glibc() if system == "linux" else Fact(None, f"no glibc on {system}"),
     }

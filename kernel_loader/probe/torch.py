@@ -65,7 +65,7 @@ def _facts(
         "cuda": Fact(versions.get("cuda"), source),
         "rocm": Fact(_release(versions.get("hip")), source),
         "xpu": Fact(xpu_release(versions.get("xpu")), source),
-        "cann": Fact(cann_release(os.environ) if extensions["npu"] else None, "CANN toolkit's version file"),
+        "cann": _cann(extensions),
     } | {name: Fact(extensions[name], source) for name in ("metal", "neuron", "tpu")}
 
 
@@ -79,6 +79,13 @@ def xpu_release(version: str | None) -> str | None:
     """Release, "2025.2", of a oneAPI version such as "20250200": year, two digits for the release, patch."""
     match = re.match(r"(\d{4})\.?(\d{1,2})", version or "")
     return f"{match[1]}.{int(match[2])}" if match else None
+
+
+def _cann(extensions: Mapping[str, bool]) -> Fact:
+    release = cann_release(os.environ) if extensions["npu"] else None
+    if extensions["npu"] and release is None:
+        return Fact.unknown("torch_npu is here, and no CANN toolkit that tells its version")
+    return Fact(release, "CANN toolkit's version file")
 
 
 def cann_release(environ: Mapping[str, str]) -> str | None:

@@ -22,6 +22,7 @@ class LocalDirectories:
 
     directories: Mapping[str, Path]
     kind: str = "local"
+    is_local: bool = True
 
     def listing(self, request: Request) -> Listing | None:
         """The builds in the directory, whatever version is asked for: the directory stands for all of them."""

@@ -47,6 +47,11 @@ class Source(Protocol):
         """What `Origin.source` calls it."""
         ...
 
+    @property
+    def is_local(self) -> bool:
+        """Whether asking it costs no network."""
+        ...
+
     def listing(self, request: Request) -> Listing | None:
         """The builds of a repository; None when this place does not have it."""
         ...

@@ -1,0 +1,199 @@
+"""The tree of errors: what each one is, holds and says."""
+
+import copy
+import dataclasses
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import kernel_loader
+from kernel_loader import errors
+from kernel_loader.errors import (
+    AbiMismatch,
+    HostError,
+    IntegrityError,
+    KernelImportError,
+    KernelLoaderError,
+    ManifestError,
+    MetadataError,
+    MissingDependency,
+    MissingEntrypoints,
+    NoCompatibleBuild,
+    RequestError,
+    SettingsError,
+    SourceError,
+    UnknownKernel,
+    VariantError,
+)
+from kernel_loader.host import Host, HostDevice
+from kernel_loader.metadata import Metadata
+from kernel_loader.provenance import Origin
+from kernel_loader.resolver import Resolution, Verdict
+from kernel_loader.rules import Reject, Requires
+from kernel_loader.variant import Variant
+
+ORIGIN = Origin(
+    kernel="activation",
+    source="local",
+    repo="org/activation",
+    revision="v1",
+    variant="torch-cuda",
+    digest="ab" * 32,
+    path=Path("/builds/torch-cuda"),
+    reference=False,
+    why="the only one that fits",
+)
+HOST = Host(os="linux", cpu="x86_64", cuda="13.0", torch="2.11.0+cu130", devices=(HostDevice(arch="9.0"),))
+NAME = "torch211-cxx11-cu128-x86_64-linux"
+REJECTED = Verdict(
+    NAME,
+    Variant.parse(NAME),
+    "rejected",
+    (Reject("arch", "compiled for 10.0", "Use another device."), Reject("os", "built for linux", "Use linux.")),
+    Metadata.parse('{"version": 1, "digest": {"algorithm": "sha256", "files": {}}}'),
+)
+SAMPLES = [
+    SettingsError("KERNEL_LOADER_STRICT", "perhaps", "1 or 0"),
+    HostError("cuda", "13 is not a version"),
+    HostError("backend", "no rocm here", "Leave it out."),
+    VariantError("torch", "too short"),
+    ManifestError("a.toml", "requires.driver", "wrong"),
+    ManifestError("a.toml", "", "not TOML"),
+    MetadataError("metadata.json", "digest.files", "wrong"),
+    MetadataError("metadata.json", "", "not JSON"),
+    RequestError("version= and revision= exclude each other", "Pass one."),
+    UnknownKernel("activatoin", ("activation", "activations")),
+    UnknownKernel("xyz"),
+    NoCompatibleBuild("activation", Resolution("org/activation", HOST, (REJECTED,))),
+    NoCompatibleBuild("activation", Resolution("org/activation", HOST, note="it is empty")),
+    SourceError("/nowhere", "it is not there", "Look at the path."),
+    IntegrityError("/build", tuple(f"file{i}.py is missing" for i in range(9))),
+    KernelImportError("activation", ORIGIN, "no\nsuch\r\nthing"),
+    AbiMismatch("activation", ORIGIN, "undefined symbol: _ZN3c10"),
+    MissingDependency("activation", ORIGIN, "No module named 'einops'", ("einops>=0.8", "numpy")),
+    MissingEntrypoints("activation", ORIGIN, "It has: gelu", ("silu = silu_and_mul", "gelu = gelu_fast")),
+]
+IDS = [f"{type(error).__name__}{index}" for index, error in enumerate(SAMPLES)]
+CLASSES = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, KernelLoaderError)]
+BUILTIN = [v for v in vars(__import__("builtins")).values() if isinstance(v, type) and issubclass(v, Exception)]
+
+
+def each_error(test):
+    return pytest.mark.parametrize("error", SAMPLES, ids=IDS)(test)
+
+
+def fields_of(error: KernelLoaderError) -> dict[str, object]:
+    return {field.name: getattr(error, field.name) for field in dataclasses.fields(error)}
+
+
+def test_every_class_of_error_is_tested_here() -> None:
+    assert {type(error) for error in SAMPLES} == set(CLASSES) - {KernelLoaderError}
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not KernelLoaderError])
+def test_every_error_is_also_the_builtin_that_a_caller_expects(cls: type) -> None:
+    assert [base for base in cls.__mro__ if base in BUILTIN and base is not Exception]
+
+
+@each_error
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickling(error: KernelLoaderError, protocol: int) -> None:
+    back = pickle.loads(pickle.dumps(error, protocol))
+    assert type(back) is type(error)
+    assert fields_of(back) == fields_of(error)
+    assert str(back) == str(error)
+
+
+@each_error
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_an_error_survives_copying(error: KernelLoaderError, duplicate) -> None:
+    back = duplicate(error)
+    assert back is not error
+    assert type(back) is type(error)
+    assert fields_of(back) == fields_of(error)
+    assert str(back) == str(error)
+
+
+def test_a_note_on_an_error_survives_pickling() -> None:
+    error = VariantError("x", "wrong")
+    error.add_note("while reading a listing")
+    assert pickle.loads(pickle.dumps(error)).__notes__ == ["while reading a listing"]
+
+
+@each_error
+def test_the_text_is_one_paragraph_that_ends_with_the_remedy(error: KernelLoaderError) -> None:
+    text = str(error)
+    assert len(text.splitlines()) == 1
+    assert error.remedy.strip()
+    assert text.endswith(error.remedy)
+    assert len(text) > len(error.remedy) + 10
+
+
+@each_error
+def test_the_text_follows_the_fields(error: KernelLoaderError) -> None:
+    changed = copy.copy(error)
+    for field in dataclasses.fields(changed):
+        if isinstance(getattr(changed, field.name), str):
+            setattr(changed, field.name, f"<{field.name}>")
+    assert str(changed) != str(error)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\rb", "a\u2028b"])
+def test_a_line_break_in_a_damaged_file_makes_no_second_paragraph(key: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        kernel_loader.manifest.Manifest.from_table({"name": "a", key: 1}, "a.toml")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_drawn_tree_is_the_tree() -> None:
+    """Every line of the tree is a class below its parent, with the builtin that it adds."""
+    tree = errors.__doc__.split("::\n", 1)[1].split("\n\nEvery error")[0]
+    drawn, above = {}, []
+    for indent, name, builtin in re.findall(r"^( *)(\w+|\.\.\.)(?:\((\w+)\))?", tree.strip("\n"), re.MULTILINE):
+        depth = (len(indent) - 4) // 2
+        above[depth:] = [name]
+        drawn[name] = (above[depth - 1] if depth else None, builtin or None)
+    there = {}
+    for cls in CLASSES:
+        parents = [base.__name__ for base in cls.__bases__ if issubclass(base, KernelLoaderError)]
+        builtins = [base.__name__ for base in cls.__bases__ if not issubclass(base, KernelLoaderError)]
+        there[cls.__name__] = (next(iter(parents), None), next((b for b in builtins if b != "Exception"), None))
+    assert drawn == there
+
+
+def test_every_error_is_exported_from_the_package() -> None:
+    for cls in CLASSES:
+        assert cls.__name__ in kernel_loader.__all__
+        assert getattr(kernel_loader, cls.__name__) is cls
+
+
+def test_all_violations_are_in_the_field_and_a_few_in_the_text() -> None:
+    error = IntegrityError("/build", tuple(f"file{i}.py is missing" for i in range(9)))
+    assert "file4.py" in str(error)
+    assert "file5.py" not in str(error)
+    assert "and 4 more" in str(error)
+    assert len(error.violations) == 9
+
+
+def test_the_nearest_build_gives_the_reasons_and_remedies() -> None:
+    error = NoCompatibleBuild("activation", Resolution("org/activation", HOST, (REJECTED,)))
+    assert error.nearest == REJECTED
+    for part in (NAME, "compiled for 10.0", "built for linux", "Use another device.", "Use linux."):
+        assert part in str(error)
+
+
+def test_an_unknown_kernel_names_what_may_have_been_meant() -> None:
+    assert "activation or activations" in str(UnknownKernel("activatoin", ("activation", "activations")))
+    assert "Did you mean" not in str(UnknownKernel("xyz"))
+
+
+def test_what_to_install_can_be_copied_to_a_shell() -> None:
+    error = MissingDependency("a", ORIGIN, "none", ("einops",))
+    assert error.remedy.endswith("pip install einops")
+
+
+def test_requires_of_a_manifest_pickles() -> None:
+    # A resolution inside an error may carry it to another process.
+    assert pickle.loads(pickle.dumps(Requires(gfx=("gfx942",)))) == Requires(gfx=("gfx942",))

@@ -1,0 +1,135 @@
+"""Settings: every variable, and what it may hold."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kernel_loader.errors import SettingsError
+from kernel_loader.settings import Settings
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    settings = Settings.from_env({})
+    assert settings == Settings()
+    assert settings.fallback is None
+    assert settings.local == {}
+    assert settings.manifests == ()
+    assert settings.disable == frozenset()
+    assert settings.strict is False
+    assert settings.overrides == {}
+
+
+def test_variables_set_to_nothing_give_the_defaults() -> None:
+    names = ("FALLBACK", "LOCAL", "MANIFESTS", "DISABLE", "STRICT")
+    environ = {f"KERNEL_LOADER_{name}": "" for name in names} | {"LOCAL_KERNELS": ""}
+    assert Settings.from_env(environ) == Settings()
+
+
+def test_the_environment_is_read_when_asked_and_not_before(monkeypatch) -> None:
+    monkeypatch.setenv("KERNEL_LOADER_STRICT", "1")
+    assert Settings.from_env().strict
+    monkeypatch.setenv("KERNEL_LOADER_STRICT", "0")
+    assert not Settings.from_env().strict
+
+
+def test_importing_the_package_reads_no_setting(run_python) -> None:
+    bad = {"KERNEL_LOADER_FALLBACK": "nonsense", "KERNEL_LOADER_STRICT": "nonsense", "KERNEL_LOADER_LOCAL": "nonsense"}
+    code = (
+        "import kernel_loader, kernel_loader.loader, kernel_loader.cli, os\n"
+        "for key in [k for k in os.environ if k.startswith('KERNEL_LOADER_')]: del os.environ[key]\n"
+        "print(kernel_loader.Settings.from_env() == kernel_loader.Settings())"
+    )
+    assert run_python(code, env=bad).strip() == "True"
+
+
+@pytest.mark.parametrize("value", ["reference", "error"])
+def test_fallback_takes_its_two_words(value: str) -> None:
+    assert Settings.from_env({"KERNEL_LOADER_FALLBACK": value}).fallback == value
+
+
+@pytest.mark.parametrize("value", ["1", "true", "TRUE", "yes", "on", "On"])
+def test_strict_is_switched_on(value: str) -> None:
+    assert Settings.from_env({"KERNEL_LOADER_STRICT": value}).strict is True
+
+
+@pytest.mark.parametrize("value", ["0", "false", "No", "off", ""])
+def test_strict_is_switched_off(value: str) -> None:
+    assert Settings.from_env({"KERNEL_LOADER_STRICT": value}).strict is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("KERNEL_LOADER_FALLBACK", "Reference"),
+        ("KERNEL_LOADER_FALLBACK", "1"),
+        ("KERNEL_LOADER_STRICT", "2"),
+        ("KERNEL_LOADER_STRICT", "maybe"),
+        ("KERNEL_LOADER_LOCAL", "/just/a/path"),
+        ("KERNEL_LOADER_LOCAL", "name=/path"),
+        ("KERNEL_LOADER_LOCAL", "org/name="),
+        ("KERNEL_LOADER_LOCAL", "org/name"),
+        ("LOCAL_KERNELS", "org/name"),
+        ("LOCAL_KERNELS", "/path:org/name=/path"),
+    ],
+)
+def test_a_value_that_cannot_be_read_names_its_variable(variable: str, value: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_env({variable: value})
+    assert caught.value.variable == variable
+    assert caught.value.value == value
+    assert variable in str(caught.value)
+
+
+def test_disable_takes_names_with_commas_or_spaces_between() -> None:
+    environ = {"KERNEL_LOADER_DISABLE": " activation, finegrained-fp8  rotary,,"}
+    assert Settings.from_env(environ).disable == {"activation", "finegrained-fp8", "rotary"}
+
+
+def test_manifests_are_directories_in_their_order() -> None:
+    environ = {"KERNEL_LOADER_MANIFESTS": os.pathsep.join(["/b", "", "/a"])}
+    assert Settings.from_env(environ).manifests == (Path("/b"), Path("/a"))
+
+
+def test_overrides_keep_empty_values_which_mean_absent() -> None:
+    environ = {"KERNEL_LOADER_OVERRIDE_CUDA": "12.8", "KERNEL_LOADER_OVERRIDE_ROCM": "", "OVERRIDE_ARCH": "9.0"}
+    assert Settings.from_env(environ).overrides == {"CUDA": "12.8", "ROCM": ""}
+
+
+def local(**environ: str) -> dict[str, str]:
+    return {repo: str(path) for repo, path in Settings.from_env(environ).local.items()}
+
+
+def test_local_takes_several_entries() -> None:
+    value = os.pathsep.join(["org/a=/x/y", "other.org/b-c_d=relative/path"])
+    assert local(KERNEL_LOADER_LOCAL=value) == {"org/a": "/x/y", "other.org/b-c_d": "relative/path"}
+
+
+def test_our_local_wins_over_that_of_other_loaders_entry_by_entry() -> None:
+    both = local(LOCAL_KERNELS="org/a=/theirs:org/b=/theirs", KERNEL_LOADER_LOCAL="org/a=/ours")
+    assert both == {"org/a": "/ours", "org/b": "/theirs"}
+
+
+def test_the_last_of_two_entries_for_one_repository_counts() -> None:
+    assert local(LOCAL_KERNELS="org/a=/x:org/a=/y") == {"org/a": "/y"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("org/a=C:\\x", {"org/a": "C:\\x"}),
+        ("org/a=C:\\x;org/b=D:\\y z", {"org/a": "C:\\x", "org/b": "D:\\y z"}),
+        ("org/a=C:\\x:org/b=D:/y", {"org/a": "C:\\x", "org/b": "D:/y"}),
+        ("org/a=/x;org/b=/y:org/c=/z", {"org/a": "/x", "org/b": "/y", "org/c": "/z"}),
+        ("org/a=/x=1/y=2:org/b=/z=", {"org/a": "/x=1/y=2", "org/b": "/z="}),
+        ("org/a=/x:y", {"org/a": "/x:y"}),
+        (":org/a=/x::org/b=/y:", {"org/a": "/x", "org/b": "/y"}),
+    ],
+)
+def test_separators_and_equals_signs_inside_a_path_belong_to_it(value: str, expected: dict[str, str]) -> None:
+    assert local(LOCAL_KERNELS=value) == expected
+
+
+@pytest.mark.skipif(os.pathsep != ":", reason="a semicolon separates entries here")
+def test_a_semicolon_is_a_character_of_a_path_where_it_is_no_path_separator() -> None:
+    assert local(KERNEL_LOADER_LOCAL="org/a=/x;org/b=/y") == {"org/a": "/x;org/b=/y"}
