@@ -14,57 +14,67 @@ from kernel_loader.manifest import Entrypoint, Manifest
 from kernel_loader.provenance import Origin
 
 
-def bundle_class(manifest: Manifest) -> type:
-    """The bundle of a kernel: the class that the manifest names, or a frozen dataclass with its entrypoints as fields.
+def bundle_class(manifest: Manifest, given: type | None = None) -> type:
+    """The bundle of a kernel: the class that the caller gives or the manifest names, or one made from the entrypoints.
 
     Raises:
         ManifestError: the class cannot be imported, is no frozen dataclass, or the entrypoints are not its fields.
     """
-    if manifest.bundle is None:
+    if given is None and manifest.bundle is None:
         return _made_from_entrypoints(manifest)
-    cls = _import_class(manifest)
+    cls = given if given is not None else _import_class(manifest)
+    name = f"{cls.__module__}:{cls.__qualname__}"
     if not (dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
-        raise ManifestError(manifest.file, "bundle", f"{manifest.bundle} is not a frozen dataclass")
+        raise ManifestError(manifest.file, "bundle", f"{name} is not a frozen dataclass")
     fields = {f.name for f in dataclasses.fields(cls)}
-    for name in manifest.entrypoints:
-        if name not in fields:
-            detail = f"{manifest.bundle} has no such field; it has {', '.join(sorted(fields))}"
-            raise ManifestError(manifest.file, f"entrypoints.{name}", detail)
+    # A class of the caller's may take some of a registered kernel's entrypoints.
+    for entrypoint in manifest.entrypoints if given is None else ():
+        if entrypoint not in fields:
+            detail = f"{name} has no such field; it has {', '.join(sorted(fields))}"
+            raise ManifestError(manifest.file, f"entrypoints.{entrypoint}", detail)
     return cls
 
 
 def bind(module: ModuleType, bundle: type, manifest: Manifest, origin: Origin) -> Any:  # noqa: ANN401 - any bundle
-    """Make the bundle from the module's symbols.
+    """Make the bundle from the module's symbols. A field that has a default may lack its symbol.
 
     Raises:
         MissingEntrypoints: symbols that the bundle needs are not there; all of them are named.
-        KernelImportError: a value that is computed at load could not be.
+        KernelImportError: a symbol, or a value that is computed at load, could not be had.
     """
     found: dict[str, Any] = {}
     missing: list[str] = []
-    for field in dataclasses.fields(bundle):
+    for field in (field for field in dataclasses.fields(bundle) if field.init):
         entrypoint = manifest.entrypoints.get(field.name, Entrypoint(field.name))
         try:
             found[field.name] = operator.attrgetter(entrypoint.symbol)(module)
         except AttributeError:
-            missing.append(field.name if entrypoint.symbol == field.name else f"{field.name} = {entrypoint}")
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                missing.append(field.name if entrypoint.symbol == field.name else f"{field.name} = {entrypoint}")
+        except Exception as error:
+            raise _failed(f"looking up {entrypoint.symbol}", error, origin) from error
+        else:
+            if entrypoint.call:
+                found[field.name] = _call(found[field.name], entrypoint, origin)
     if missing:
         there = sorted(name for name in vars(module) if not name.startswith("_"))
         cause = f"It has {', '.join(there) or 'no public names'}."
         raise MissingEntrypoints(origin.kernel, origin, cause, tuple(missing))
-    for name, entrypoint in manifest.entrypoints.items():
-        if entrypoint.call:
-            found[name] = _call(found[name], entrypoint, origin)
-    return bundle(**found)
+    try:
+        return bundle(**found)
+    except Exception as error:
+        raise _failed(f"making {bundle.__qualname__}", error, origin) from error
 
 
 def _call(function: Any, entrypoint: Entrypoint, origin: Origin) -> Any:  # noqa: ANN401 - a kernel's own symbol
     try:
         return function()
     except Exception as error:
-        raise KernelImportError(
-            origin.kernel, origin, f"{entrypoint} raised {type(error).__name__}: {error}"
-        ) from error
+        raise _failed(str(entrypoint), error, origin) from error
+
+
+def _failed(what: str, error: Exception, origin: Origin) -> KernelImportError:
+    return KernelImportError(origin.kernel, origin, f"{what} raised {type(error).__name__}: {error}")
 
 
 def _import_class(manifest: Manifest) -> type:
@@ -72,7 +82,7 @@ def _import_class(manifest: Manifest) -> type:
     module, _, name = manifest.bundle.partition(":")
     try:
         found: object = operator.attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a user's module raises
         raise ManifestError(manifest.file, "bundle", f"{manifest.bundle} cannot be imported ({error})") from error
     if not isinstance(found, type):
         raise ManifestError(manifest.file, "bundle", f"{manifest.bundle} is not a class")

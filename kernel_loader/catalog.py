@@ -66,7 +66,7 @@ class Catalog:
         if isinstance(about, str):
             return self.get(about)
         if isinstance(about, dict):
-            return Manifest.from_table(about | {"bundle": where}, where)
+            return Manifest.from_table(about, where)
         detail = "a bundle class says which kernel it is for: a registered name, or the keys of a manifest"
         raise ManifestError(where, BUNDLE_ATTRIBUTE, detail)
 

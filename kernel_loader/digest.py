@@ -27,14 +27,19 @@ def verify(directory: Path, metadata: Metadata) -> str:
         IntegrityError: a file is missing, not listed, or of other content than the metadata says.
         SourceError: the build cannot be read.
     """
-    if metadata.digest is not None and (found := violations(directory, metadata.digest)):
+    hashes = measure(directory, "sha256")
+    if metadata.digest is not None and (found := violations(directory, metadata.digest, hashes)):
         raise IntegrityError(str(directory), found)
-    return content_digest(measure(directory, "sha256"))
+    return content_digest(hashes)
 
 
-def violations(directory: Path, digest: Digest) -> tuple[str, ...]:
-    """How the files of a build differ from a digest, a line a file. metadata.json holds the digest and is not in it."""
-    found = measure(directory, digest.algorithm)
+def violations(directory: Path, digest: Digest, sha256: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """How the files of a build differ from a digest, a line a file. metadata.json holds the digest and is not in it.
+
+    `sha256` are the hashes of the files by that algorithm, where they are known already.
+    """
+    known = sha256 if digest.algorithm == "sha256" else None
+    found = dict(known if known is not None else measure(directory, digest.algorithm))
     found.pop(FILE_NAME, None)
     return tuple(
         f"{path} is missing" if path not in found else
@@ -117,13 +122,18 @@ def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
         # Python writes bytecode beside sources at its own times (pip does on install). It is never loaded from here.
         directories[:] = [name for name in directories if name != _BYTECODE]
         for name in directories:
-            if (Path(parent) / name).is_symlink():
+            if (Path(parent) / name).is_symlink() or _is_junction(Path(parent) / name):
                 raise OSError(f"{Path(parent) / name} is a link to a directory")
         for name in names:
             file = Path(parent) / name
             if not file.is_file():
                 raise OSError(f"{file} is no regular file")  # reading a pipe would never end
             yield file.relative_to(directory).as_posix(), file
+
+
+def _is_junction(path: Path) -> bool:
+    # A kind of link that only Windows has, and that Python knows since 3.12.
+    return getattr(os.path, "isjunction", lambda _: False)(path)
 
 
 def _hash(file: Path, algorithm: Algorithm) -> str:

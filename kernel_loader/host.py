@@ -175,7 +175,7 @@ class Host:
             return replace(self, cuda=None, rocm=None, xpu=None, cann=None, metal=False, neuron=False, tpu=False)
         kinds = ", ".join(dict.fromkeys(("cpu", self.backend.kind)))
         detail = f"backend {backend!r} was asked for, and this host has {kinds}"
-        raise HostError("backend", detail, "Leave backend= out to take the host's own, or pass one that it has.")
+        raise HostError("backend", detail, "Leave the backend out to take the host's own, or name one that it has.")
 
     def to_json(self) -> str:
         """A JSON object with every known fact, that `from_json` reads back to an equal host."""
@@ -203,7 +203,7 @@ class Host:
         """
         try:
             data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise HostError("whole text", f"not JSON ({error})") from error
         if not isinstance(data, dict):
             raise HostError("whole text", f"a JSON object was expected, not {type(data).__name__}")
@@ -232,10 +232,19 @@ def _read_facts(data: dict[str, Any]) -> dict[str, Any]:
             raise HostError(key, f"unknown fact; the facts are {', '.join(sorted(names))}")
     for key in ("os", "cpu"):
         if not isinstance(data.get(key), str):
-            raise HostError(key, "a text is needed, such as linux and x86_64")
+            raise HostError(key, f"a text is needed, such as {'linux' if key == 'os' else 'x86_64'}")
+    data = _inferred_backend(data) | data
     facts = {key: read_fact(key, value) for key, value in data.items() if key != "unknown"}
     facts["unknown"] = frozenset(names - data.keys() - _ALWAYS_KNOWN) | _read_unknown(data)
     return facts
+
+
+def _inferred_backend(data: dict[str, Any]) -> dict[str, Any]:
+    """The backend that torch's version tells ("2.11.0+cu130"), for a description that names none."""
+    match = re.search(r"\+(?:cu(\d{2})(\d)|rocm(\d+\.\d+))", str(data.get("torch")), re.ASCII)
+    if match is None or data.keys() & _BACKENDS or _BACKENDS & set(map(str, data.get("unknown") or ())):
+        return {}
+    return {"rocm": match[3]} if match[3] else {"cuda": f"{match[1]}.{match[2]}"}
 
 
 def _read_unknown(data: dict[str, Any]) -> frozenset[str]:
@@ -286,9 +295,12 @@ def _read_devices(value: object) -> tuple[HostDevice, ...]:
         raise HostError("devices", f"a list was expected, not {type(value).__name__}")
     devices = []
     for index, item in enumerate(value):
-        entry = {"arch": item} if isinstance(item, str) else item
+        entry = {"arch": item.partition(":")[0]} if isinstance(item, str) else item  # gfx942:sramecc+:xnack-
         if not isinstance(entry, dict) or not is_arch(entry.get("arch")) or entry.keys() - {"arch", "name"}:
-            raise HostError(f"devices[{index}]", f'{shown(item)} is not an architecture, such as "9.0" or "gfx942"')
+            raise HostError(
+                f"devices[{index}]",
+                f'{shown(item)} is not an architecture ("9.0", "gfx942"), nor a table of arch and name',
+            )
         if not isinstance(entry.get("name", ""), str):
             raise HostError(f"devices[{index}].name", f"{shown(entry['name'])} is not a text")
         devices.append(HostDevice(**entry))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import re
+import keyword
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from kernel_loader.reading import Node
 from kernel_loader.rules import NOTHING, Requires
 
 _NAME: Final = r"[a-z][a-z0-9_]*"
-_REPO: Final = r"[\w\-][\w.\-]*/[\w\-][\w.\-]*"
+REPO: Final = r"[\w\-][\w.\-]*/[\w\-][\w.\-]*"
 _DIRECTORY: Final = r"[a-z0-9][a-z0-9\-]*"
 _DOTTED: Final = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _CLASS: Final = rf"{_DOTTED}:{_DOTTED}"
@@ -55,10 +55,11 @@ class Manifest:
         version: version of the repository (its branch `v<N>`); `revision` names a branch, tag or commit instead.
         backends: kinds of backend that the repository is for; empty for any.
         bundle: "module:Class" of the bundle; None makes a dataclass from the entrypoints.
-        reference: directory below registry/ with the reference builds.
+        reference: directory with the reference builds, below registry/ beside the manifest or in this package.
         requires: what the kernel demands of a host beyond what its builds say.
         entrypoints: field of the bundle -> what it is bound to. Fields that are not here bind to their own name.
         file: where the manifest was read, for errors.
+        is_anonymous: no manifest was written; it stands for a repository that a caller names.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Manifest:
     requires: Requires = NOTHING
     entrypoints: Mapping[str, Entrypoint] = field(default_factory=dict, hash=False)
     file: str = field(default="", compare=False)
+    is_anonymous: bool = False
 
     @classmethod
     def parse(cls, text: str, file: str) -> Self:
@@ -106,7 +108,7 @@ class Manifest:
         return cls(
             name=keys["name"].text(_NAME, "a name in lower case with underscores"),
             summary=keys["summary"].text() if "summary" in keys else "",
-            repo=keys["repo"].text(_REPO, "a repository id (organisation/name)") if "repo" in keys else None,
+            repo=keys["repo"].text(REPO, "a repository id (organisation/name)") if "repo" in keys else None,
             version=keys["version"].integer() if "version" in keys else None,
             revision=keys["revision"].text(r"\S+", "a branch, tag or commit") if "revision" in keys else None,
             backends=_backends(keys["backends"]) if "backends" in keys else (),
@@ -176,7 +178,7 @@ def _requirements(node: Node) -> tuple[str, ...]:
 def _entrypoints(node: Node) -> dict[str, Entrypoint]:
     found = {}
     for name, value in node.table().items():
-        if re.fullmatch(_DOTTED, name, re.ASCII) is None or "." in name:
+        if not name.isidentifier() or keyword.iskeyword(name):
             value.error(f"{name!r} cannot be the name of a field")
         if isinstance(value.value, dict):
             call = _known(value, frozenset({"call"}))

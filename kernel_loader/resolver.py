@@ -77,9 +77,9 @@ class Resolution:
 
     @property
     def nearest(self) -> Verdict | None:
-        """The rejected build that needs the least change: the easiest kind of change, then the fewest of them."""
-        rejected = [verdict for verdict in self.verdicts if verdict.status == "rejected"]
-        return min(rejected, key=lambda verdict: _effort(verdict, self.host), default=None)
+        """The build that needs the least change to be chosen: the easiest kind of change, then the fewest of them."""
+        others = [verdict for verdict in self.verdicts if verdict.reasons and verdict is not self.chosen]
+        return min(others, key=lambda verdict: _effort(verdict, self.host), default=None)
 
     def explain(self) -> str:
         """A table for people: each build, whether it runs on the host, and every reason why not."""
@@ -100,15 +100,18 @@ class Resolution:
 
     def _conclusion(self) -> list[str]:
         if self.chosen is not None:
-            return [f"Chosen: {self.chosen.name}"]
+            doubtful = [v.name for v in self.verdicts if v.status == "unknown" and v is not self.chosen]
+            passed_over = [f"In doubt, and passed over: {', '.join(doubtful)}"] if doubtful else []
+            return [f"Chosen: {self.chosen.name}", *passed_over]
         lines = []
         if self.nearest is not None:
             remedies = " ".join(dict.fromkeys(reason.remedy for reason in self.nearest.reasons))
-            lines += [f"None fits. Nearest: {self.nearest.name}. {remedies}"]
-        if self.reference is not None:
-            chosen = self.reference.chosen.name if self.reference.chosen else "none"
-            lines += [*self.reference._table(), "", f"Chosen: {chosen}, the reference"]  # noqa: SLF001 - the same class
-        return lines or ["Chosen: none"]
+            lines += [f"None fits. Nearest: {self.nearest.name}. {remedies}", ""]
+        if self.reference is None:
+            return [*lines, "Chosen: none"]
+        chosen = self.reference.chosen
+        table = self.reference._table()  # noqa: SLF001 - the same class
+        return [*lines, *table, "", f"Chosen: {chosen.name}, the reference" if chosen else "Chosen: none"]
 
     def to_json(self) -> str:
         """The same for programs."""
@@ -216,12 +219,12 @@ def _newest_first(version: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _effort(verdict: Verdict, host: Host) -> tuple[object, ...]:
-    """What a rejected build needs: the hardest change, how many changes, how far its versions are from the host's."""
+    """What a build needs: the hardest change, how many changes, how far its versions are from the host's."""
     codes = [EFFORT.index(reason.code) for reason in verdict.reasons if not isinstance(reason, Unknown)]
     variant = verdict.variant
     torch = _distance(variant.framework_version if variant else None, major_minor(host.torch or ""))
     backend = _distance(variant.backend_version if variant else None, host.backend.version)
-    return (max(codes), len(codes), torch, backend, _order(verdict))
+    return (max(codes, default=-1), len(codes), torch, backend, _order(verdict))
 
 
 def _distance(there: tuple[int, int] | None, here: tuple[int, int] | None) -> tuple[int, int]:
@@ -230,7 +233,8 @@ def _distance(there: tuple[int, int] | None, here: tuple[int, int] | None) -> tu
 
 def describe(host: Host) -> str:
     """A host in one line."""
-    parts = [f"{host.os} {host.cpu}", f"torch {host.torch}" if host.torch else "no torch", str(host.backend)]
+    torch = f"torch {host.torch}" if host.torch else "torch unknown" if "torch" in host.unknown else "no torch"
+    parts = [f"{host.os} {host.cpu}", torch, str(host.backend)]
     if not host.torch_is_release:
         parts[1] += " (no public release; counts by its version number)"
     if host.driver:

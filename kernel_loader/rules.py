@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -212,7 +213,9 @@ def tvm_ffi_rule(host: Host, build: Build) -> Outcome:
     if major_minor(host.tvm_ffi or "") == build.variant.framework_version:
         return ACCEPT
     there = f"this is {host.tvm_ffi}" if host.tvm_ffi else "which is not installed"
-    return Reject("tvm-ffi", f"needs apache-tvm-ffi {needed}, {there}", f'pip install "apache-tvm-ffi=={needed}.*"')
+    return Reject(
+        "tvm-ffi", f"needs apache-tvm-ffi {needed}, {there}", f'Run `pip install "apache-tvm-ffi=={needed}.*"`.'
+    )
 
 
 def backend_rule(host: Host, build: Build) -> Outcome:
@@ -331,6 +334,16 @@ def gfx_runs(declared: str, gfx: str) -> bool | None:
     return name == gfx if re.fullmatch(r"gfx[0-9a-f]+", name) else None
 
 
+def metadata_rule(host: Host, build: Build) -> Outcome:  # noqa: ARG001 - a rule's signature
+    """The name of a build and its metadata.json speak of one backend."""
+    said = build.metadata.backend if build.metadata else None
+    named = "cann" if build.variant.backend == "npu" else build.variant.backend
+    if said is None or named in (said, "universal"):
+        return ACCEPT
+    message = f"its metadata.json is of a build for {said}, its name of one for {named}"
+    return Reject("metadata", message, "It was published wrong: report it to the kernel's author.")
+
+
 def python_depends_rule(host: Host, build: Build) -> Outcome:
     """The Python packages that the build imports are installed, at a version that it allows."""
     return _packages(host, "python-depends", build.metadata.python_depends if build.metadata else ())
@@ -344,13 +357,15 @@ def loader_version_rule(host: Host, build: Build) -> Outcome:  # noqa: ARG001 - 
     return Reject(
         "loader-version",
         f"made for the build format of kernels {minver}, this loader implements that of {FORMAT_VERSION}",
-        "pip install --upgrade kernel-loader",
+        "Run `pip install --upgrade kernel-loader`.",
     )
 
 
 def requires_capability_rule(host: Host, build: Build) -> Outcome:
     """The manifest's `cuda-capability` holds for every visible NVIDIA device."""
     needed = build.requires.cuda_capability
+    if needed is not None and host.backend.kind == "cuda" and "devices" in host.unknown:
+        return _unknown("devices", f"the kernel needs compute capability {needed}")
     bad = [a for a in _archs(host, "cuda") if needed is not None and not needed.contains(a)]
     if not bad or host.backend.kind != "cuda":
         return ACCEPT
@@ -413,7 +428,7 @@ REQUIRES_RULES: Final[tuple[Rule, ...]] = (
     requires_torch_rule,
     requires_python_rule,
 )
-METADATA_RULES: Final[tuple[Rule, ...]] = (arch_rule, python_depends_rule, loader_version_rule)
+METADATA_RULES: Final[tuple[Rule, ...]] = (metadata_rule, arch_rule, python_depends_rule, loader_version_rule)
 
 # From the change that a person makes most easily to the one that needs another machine.
 EFFORT: Final = (
@@ -430,11 +445,12 @@ EFFORT: Final = (
     "driver",
     "glibc",
     "macos",
-    "backend",
     "device",
     "arch",
     "cuda-capability",
     "gfx",
+    "backend",
+    "metadata",
     "os",
     "cpu",
     "grammar",
@@ -470,10 +486,27 @@ def _specifier(host: Host, fact: str, code: str, what: str, needed: SpecifierSet
 
 def _contains(needed: SpecifierSet, version: str) -> bool:
     try:
-        # A nightly or vendor build counts by its public version.
-        return needed.contains(Version(version).base_version, prereleases=True)
+        # A nightly or vendor build also counts by its public version.
+        parsed = Version(version)
+        return not needed or needed.contains(parsed, prereleases=True) or needed.contains(parsed.base_version)
     except InvalidVersion:
-        return False
+        return not needed
+
+
+def _environment(host: Host) -> dict[str, str]:
+    """The variables of requirement markers (PEP 508) as the host would answer them."""
+    python = host.python or ".".join(map(str, sys.version_info[:3]))
+    release = major_minor(python) or sys.version_info[:2]
+    return {
+        "os_name": "nt" if host.os == "windows" else "posix",
+        "sys_platform": {"windows": "win32"}.get(host.os, host.os),
+        "platform_system": host.os.capitalize(),
+        "platform_machine": host.cpu,
+        "python_version": f"{release[0]}.{release[1]}",
+        "python_full_version": python,
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
 
 
 def _packages(host: Host, code: str, requirements: tuple[str, ...]) -> Outcome:
@@ -484,7 +517,7 @@ def _packages(host: Host, code: str, requirements: tuple[str, ...]) -> Outcome:
         except InvalidRequirement:
             return Unknown(code, f"it needs {text!r}, which is no requirement string", "Ask the kernel's author.")
         name = DISTRIBUTIONS.get(requirement.name.lower(), requirement.name)
-        if name is None or (requirement.marker is not None and not requirement.marker.evaluate()):
+        if name is None or (requirement.marker is not None and not requirement.marker.evaluate(_environment(host))):
             continue
         if "packages" in host.unknown:
             return _unknown("packages", f"it needs {', '.join(requirements)}")
@@ -495,7 +528,7 @@ def _packages(host: Host, code: str, requirements: tuple[str, ...]) -> Outcome:
         return ACCEPT
     install = " ".join(f'"{name}"' if re.search(r"[<>~!=]", name) else name for name, _ in missing)
     listed = ", ".join(f"{name} ({there})" for name, there in missing)
-    return Reject(code, f"needs Python packages: {listed}", f"pip install {install}")
+    return Reject(code, f"needs Python packages: {listed}", f"Run `pip install {install}`.")
 
 
 def _archs(host: Host, kind: str) -> list[str]:

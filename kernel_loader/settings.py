@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal, Self, cast, get_args
 
 from kernel_loader.errors import SettingsError
+
+logger = logging.getLogger("kernel_loader")
 
 Fallback = Literal["reference", "error"]
 
 PREFIX: Final = "KERNEL_LOADER_"
 OVERRIDE_PREFIX: Final = f"{PREFIX}OVERRIDE_"
+
+VARIABLES: Final = tuple(
+    f"{PREFIX}{name}"
+    for name in ("CACHE", "DISABLE", "FALLBACK", "LOCAL", "MANIFESTS", "OFFLINE", "REFRESH_AFTER", "STRICT")
+)
+
+DAY: Final = 24 * 3600.0
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"", "0", "false", "no", "off"})
@@ -23,6 +34,12 @@ _FALSE: Final = frozenset({"", "0", "false", "no", "off"})
 # path, as in C:\kernels.
 _REPO: Final = r"[\w.\-]+/[\w.\-]+"
 _LOCAL_ENTRY: Final = re.compile(rf"({_REPO})=(.+)", re.DOTALL)
+
+
+def _default_cache() -> Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("kernel-loader", appauthor=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +53,9 @@ class Settings:
         manifests: directories with manifests of your own; the first that names a kernel wins.
         disable: kernels, by name, for which the reference is always taken.
         strict: refuse builds whose compatibility cannot be decided, instead of trying them with a warning.
+        cache: directory of the store.
+        offline: never ask the Hub.
+        refresh_after: seconds after which a version that may have moved is asked about again.
         overrides: facts about the machine that replace what the probes find, such as `{"CUDA": "12.8"}`; an empty
             text says that the thing is absent.
     """
@@ -45,7 +65,21 @@ class Settings:
     manifests: tuple[Path, ...] = ()
     disable: frozenset[str] = frozenset()
     strict: bool = False
+    cache: Path = field(default_factory=_default_cache)
+    offline: bool = False
+    refresh_after: float = DAY
     overrides: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.fallback not in (None, *get_args(Fallback)):
+            raise SettingsError("Settings.fallback", str(self.fallback), '"reference", "error" or None')
+        if any(isinstance(value, str) for value in cast("tuple[object, ...]", (self.disable, self.manifests))):
+            raise SettingsError("Settings", "a text", "a collection of texts for disable and manifests")
+        # What a caller may write as text is a path here.
+        object.__setattr__(self, "local", {repo: Path(path) for repo, path in self.local.items()})
+        object.__setattr__(self, "manifests", tuple(Path(path).absolute() for path in self.manifests))
+        object.__setattr__(self, "disable", frozenset(self.disable))
+        object.__setattr__(self, "cache", Path(self.cache).absolute())
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -54,13 +88,21 @@ class Settings:
         Raises:
             SettingsError: a variable holds something that cannot be read.
         """
+        _warn_of_unknown(environ)
         return cls(
             fallback=_fallback(environ),
             # Ours is read last, so that it wins.
             local=_local(environ, "LOCAL_KERNELS", ":;") | _local(environ, f"{PREFIX}LOCAL", os.pathsep),
-            manifests=tuple(Path(p).expanduser() for p in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep) if p),
+            manifests=tuple(
+                _path(f"{PREFIX}MANIFESTS", part)
+                for part in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep)
+                if part
+            ),
             disable=frozenset(re.findall(r"[^\s,]+", environ.get(f"{PREFIX}DISABLE", ""))),
             strict=_boolean(environ, f"{PREFIX}STRICT"),
+            offline=_boolean(environ, f"{PREFIX}OFFLINE") or _boolean(environ, "HF_HUB_OFFLINE"),
+            refresh_after=_seconds(environ, f"{PREFIX}REFRESH_AFTER", DAY),
+            cache=_path(f"{PREFIX}CACHE", environ.get(f"{PREFIX}CACHE") or str(_default_cache())),
             overrides={
                 key.removeprefix(OVERRIDE_PREFIX): value
                 for key, value in environ.items()
@@ -69,17 +111,24 @@ class Settings:
         )
 
 
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """Tell of variables that are not read: most are misspelt."""
+    for name in environ:
+        if name.startswith(PREFIX) and not name.startswith(OVERRIDE_PREFIX) and name not in VARIABLES:
+            near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
+            logger.warning("%s is no setting%s", name, f"; did you mean {near[0]}?" if near else "")
+
+
 def _fallback(environ: Mapping[str, str]) -> Fallback | None:
     variable = f"{PREFIX}FALLBACK"
-    match environ.get(variable, ""):
+    match environ.get(variable, "").lower():
         case "":
             return None
         case "reference":
             return "reference"
         case "error":
             return "error"
-        case value:
-            raise SettingsError(variable, value, '"reference" or "error"')
+    raise SettingsError(variable, environ[variable], '"reference" or "error"')
 
 
 def _boolean(environ: Mapping[str, str], variable: str) -> bool:
@@ -91,6 +140,23 @@ def _boolean(environ: Mapping[str, str], variable: str) -> bool:
     raise SettingsError(variable, value, "1 or 0")
 
 
+def _path(variable: str, value: str) -> Path:
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(variable, value, "a path; the home of that user is not known") from error
+
+
+def _seconds(environ: Mapping[str, str], variable: str, default: float) -> float:
+    value = environ.get(variable, "")
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd]?)", value)
+    if match is not None:
+        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if value:
+        raise SettingsError(variable, value, "seconds, or a number with m, h or d, such as 12h")
+    return default
+
+
 def _local(environ: Mapping[str, str], variable: str, separators: str) -> dict[str, Path]:
     value = environ.get(variable, "")
     local: dict[str, Path] = {}
@@ -98,5 +164,7 @@ def _local(environ: Mapping[str, str], variable: str, separators: str) -> dict[s
         match = _LOCAL_ENTRY.fullmatch(entry)
         if match is None:
             raise SettingsError(variable, value, f"repo=path entries separated by {separators[0]!r}")
-        local[match[1]] = Path(match[2]).expanduser()
+        if match[1] in local:
+            raise SettingsError(variable, value, f"one directory a repository; {match[1]} has two")
+        local[match[1]] = _path(variable, match[2])
     return local

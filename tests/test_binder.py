@@ -103,3 +103,40 @@ def test_a_manifest_whose_bundle_cannot_be_made_is_refused(workshop, keys, path,
     with pytest.raises(ManifestError, match=detail) as caught:
         workshop.loader().load("tools")
     assert caught.value.path == path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lenient:
+    """A bundle with fields that a build may lack, and one that it never has."""
+
+    twice: object
+    alignment: int = 64
+    extra: tuple = dataclasses.field(default=(), init=False)
+
+
+def test_a_field_with_a_default_may_lack_its_symbol(workshop):
+    entrypoints = {"twice": "functions.double", "alignment": {"call": "no_such_function"}}
+    workshop.simple("tools", SOURCE, bundle=f"{__name__}:Lenient", entrypoints=entrypoints)
+    assert workshop.loader().load("tools").alignment == 64
+
+
+def test_whatever_a_lookup_raises_is_an_error_of_our_tree(workshop):
+    workshop.simple("tools", "def __getattr__(name): raise RuntimeError(name)", entrypoints={"twice": "double"})
+    with pytest.raises(KernelImportError, match="looking up double raised RuntimeError"):
+        workshop.loader().load("tools")
+
+
+@dataclasses.dataclass(frozen=True)
+class Picky:
+    """A bundle that refuses to be made."""
+
+    twice: object
+
+    def __post_init__(self):
+        raise ValueError("refused")
+
+
+def test_a_bundle_that_refuses_its_entrypoints_is_an_error_of_our_tree(workshop):
+    workshop.simple("tools", SOURCE, bundle=f"{__name__}:Picky", entrypoints={"twice": "functions.double"})
+    with pytest.raises(KernelImportError, match="making Picky raised ValueError: refused"):
+        workshop.loader().load("tools")

@@ -239,7 +239,6 @@ def test_a_bundle_class_may_name_its_kernel() -> None:
 def test_a_bundle_class_may_carry_its_manifest() -> None:
     manifest = catalog().get(Described)
     assert manifest.name == "described"
-    assert manifest.bundle == f"{__name__}:Described"
     assert manifest.file == f"{__name__}:Described"
     assert str(manifest.entrypoints["f"]) == "g"
     assert "bundle" not in Described.__kernel__

@@ -143,7 +143,6 @@ BASE = {"os": "linux", "cpu": "x86_64"}
         ({"devices": None}, "devices"),
         ({"devices": ["9.0", "90"]}, "devices[1]"),
         ({"devices": ["sm_90"]}, "devices[0]"),
-        ({"devices": ["gfx942:sramecc+"]}, "devices[0]"),
         ({"devices": [9.0]}, "devices[0]"),
         ({"devices": [{"name": "H100"}]}, "devices[0]"),
         ({"devices": [{"arch": "9.0", "memory": 80}]}, "devices[0]"),
@@ -337,3 +336,22 @@ def test_vendor_and_nightly_builds_of_torch_are_marked(version: str) -> None:
 def test_a_description_may_name_its_cpu_as_its_system_does(written, read) -> None:
     host = Host.from_json(json.dumps({"os": "Linux", "cpu": written}))
     assert (host.os, host.cpu) == ("linux", read)
+
+
+@pytest.mark.parametrize(
+    ("description", "backend"),
+    [
+        ({"torch": "2.11.0+cu130"}, "cuda 13.0"),
+        ({"torch": "2.10.0+rocm7.0"}, "rocm 7.0"),
+        ({"torch": "2.11.0+cpu"}, "cpu"),
+        ({"torch": "2.11.0+cu130", "cuda": None}, "cpu"),
+        ({"torch": "2.11.0+cu130", "unknown": ["cuda"]}, "cpu"),
+    ],
+)
+def test_a_description_that_names_no_backend_has_that_of_its_torch(description, backend) -> None:
+    assert str(Host.from_json(json.dumps({"os": "linux", "cpu": "x86_64"} | description)).backend) == backend
+
+
+def test_flags_of_a_gfx_name_are_left_aside() -> None:
+    host = Host.from_json('{"os": "linux", "cpu": "x86_64", "devices": ["gfx942:sramecc+:xnack-"]}')
+    assert host.devices == (HostDevice(arch="gfx942"),)

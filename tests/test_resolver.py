@@ -203,3 +203,32 @@ def test_what_the_manifest_requires_rejects_a_build_whose_name_fits():
     resolution = resolve(["torch-cuda", "torch-universal"], HOST, requires=requires)
     assert resolution.chosen is None
     assert [reason.code for verdict in resolution.verdicts for reason in verdict.reasons] == ["driver", "driver"]
+
+
+def test_of_several_builds_that_their_metadata_leaves_in_doubt_the_best_is_chosen():
+    resolution = resolve(RANKED[:3], HOST, read_metadata=lambda _: Metadata(archs=("sm_90",)))
+    assert resolution.chosen.name == RANKED[0]
+
+
+def test_metadata_of_doubtful_builds_is_not_read_once_one_is_chosen():
+    read = []
+    host = replace(HOST, unknown=frozenset({"glibc"}))
+    resolve(RANKED[:5], host, read_metadata=lambda name: read.append(name) or Metadata())
+    assert read == RANKED[:1]
+
+
+def test_strict_names_what_it_refuses():
+    resolution = resolve(["torch211-cu130-x86_64-linux"], replace(HOST, unknown=frozenset({"glibc"})), strict=True)
+    assert resolution.nearest.name == "torch211-cu130-x86_64-linux"
+    assert "glibc" in str(NoCompatibleBuild("org/k", resolution))
+
+
+def test_a_machine_of_the_right_kind_is_nearer_than_another_kind_of_machine():
+    names = ["torch211-cxx11-cu130-x86_64-linux", "torch-rocm"]
+    assert resolve(names, replace(H200, devices=(), driver=None)).nearest.name == names[0]
+
+
+def test_builds_in_doubt_that_are_passed_over_are_named():
+    host = replace(HOST, unknown=frozenset({"glibc"}))
+    text = resolve(["torch211-cu130-x86_64-linux", "torch-cuda"], host).explain()
+    assert "In doubt, and passed over: torch211-cu130-x86_64-linux" in text

@@ -220,7 +220,7 @@ def test_packages_that_nobody_looked_at_are_unknown():
 def test_the_remedy_for_missing_packages_is_one_command():
     build = Build("torch-cuda", Variant.parse("torch-cuda"), Metadata(python_depends=("einops>=0.7", "triton")))
     (reason,) = judge(METADATA_RULES, H200, build)
-    assert reason.remedy == 'pip install "einops>=0.7" triton'
+    assert reason.remedy == 'Run `pip install "einops>=0.7" triton`.'
 
 
 @pytest.mark.parametrize(("minver", "expected"), [("0.17.2", set()), ("0.9", set()), ("0.18.0", {"loader-version"})])
@@ -278,7 +278,8 @@ def test_every_reason_has_a_message_and_a_remedy_that_end_as_sentences_do():
                 assert reason.message, reason
                 assert reason.message[-1] not in ".;,", reason
                 assert "None" not in reason.message + reason.remedy, reason
-                assert reason.remedy[0].isupper() or reason.remedy.startswith("pip install"), reason
+                assert reason.remedy[0].isupper(), reason
+                assert reason.remedy[-1] == ".", reason
 
 
 def test_every_code_of_a_rejection_has_its_place_in_the_order_of_effort():
@@ -299,3 +300,52 @@ def test_every_code_of_a_rejection_has_its_place_in_the_order_of_effort():
 
 def test_outcomes_of_different_kinds_are_never_equal():
     assert Reject("a", "b", "c") != Unknown("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("host", "depends", "expected"),
+    [
+        (WINDOWS, 'einops; sys_platform == "win32"', {"python-depends"}),
+        (H200, 'einops; sys_platform == "win32"', set()),
+        (replace(H200, python="3.9.1"), 'einops; python_version < "3.10"', {"python-depends"}),
+        (H200, 'einops; platform_machine == "aarch64"', set()),
+    ],
+)
+def test_markers_are_those_of_the_host_and_not_of_this_machine(host, depends, expected):
+    assert codes(replace(host, packages={}), "torch-cuda", Metadata(python_depends=(depends,))) == expected
+
+
+@pytest.mark.parametrize(
+    ("there", "needed", "fits"),
+    [
+        ("3.2.0rc1", "triton==3.2.0rc1", True),
+        ("0.8.1.post1", "triton==0.8.1.post1", True),
+        ("2.13.0+cpu", "triton==2.13.0+cpu", True),
+        ("2.13.0+cpu", "triton==2.13.0", True),
+        ("unknown", "triton", True),
+        ("unknown", "triton>=1", False),
+        ("3.2.0.dev1", "triton>=3.2", True),
+    ],
+)
+def test_an_installed_version_counts_as_itself_and_by_its_public_version(there, needed, fits):
+    found = codes(replace(H200, packages={"triton": there}), "torch-cuda", Metadata(python_depends=(needed,)))
+    assert found == (set() if fits else {"python-depends"})
+
+
+def test_a_capability_that_nobody_looked_at_is_unknown():
+    manifest = Manifest.parse(REQUIRES.format('cuda-capability = ">=8.9"'), "k.toml")
+    host = replace(H200, devices=(), unknown=frozenset({"devices"}))
+    assert codes(host, "torch-cuda", requires=manifest.requires) == {"?devices"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "expected"),
+    [
+        ("torch-cuda", "cuda", set()),
+        ("torch-cuda", "rocm", {"metadata"}),
+        ("torch-universal", "cpu", set()),
+        ("torch211-cxx11-cu130-x86_64-linux", "cpu", {"metadata"}),
+    ],
+)
+def test_metadata_of_another_backend_than_the_name_is_refused(name, said, expected):
+    assert codes(H200, name, Metadata(backend=said)) == expected

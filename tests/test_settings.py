@@ -61,7 +61,6 @@ def test_strict_is_switched_off(value: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("KERNEL_LOADER_FALLBACK", "Reference"),
         ("KERNEL_LOADER_FALLBACK", "1"),
         ("KERNEL_LOADER_STRICT", "2"),
         ("KERNEL_LOADER_STRICT", "maybe"),
@@ -110,8 +109,9 @@ def test_our_local_wins_over_that_of_other_loaders_entry_by_entry() -> None:
     assert both == {"org/a": "/ours", "org/b": "/theirs"}
 
 
-def test_the_last_of_two_entries_for_one_repository_counts() -> None:
-    assert local(LOCAL_KERNELS="org/a=/x:org/a=/y") == {"org/a": "/y"}
+def test_two_directories_for_one_repository_are_refused() -> None:
+    with pytest.raises(SettingsError, match="org/a has two"):
+        local(LOCAL_KERNELS="org/a=/x:org/a=/y")
 
 
 @pytest.mark.parametrize(
@@ -133,3 +133,50 @@ def test_separators_and_equals_signs_inside_a_path_belong_to_it(value: str, expe
 @pytest.mark.skipif(os.pathsep != ":", reason="a semicolon separates entries here")
 def test_a_semicolon_is_a_character_of_a_path_where_it_is_no_path_separator() -> None:
     assert local(KERNEL_LOADER_LOCAL="org/a=/x;org/b=/y") == {"org/a": "/x;org/b=/y"}
+
+
+def test_settings_made_in_python_are_checked() -> None:
+    with pytest.raises(SettingsError, match="fallback"):
+        Settings(fallback="slow")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="a collection"):
+        Settings(disable="finegrained_fp8")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="a collection"):
+        Settings(manifests="directory")  # type: ignore[arg-type]
+    assert Settings(local={"org/a": "x"}, cache="y").local == {"org/a": Path("x")}  # type: ignore[dict-item, arg-type]
+
+
+def test_a_misspelt_variable_is_told(caplog) -> None:
+    Settings.from_env({"KERNEL_LOADER_OVERIDE_CUDA": "12.8", "KERNEL_LOADER_FALBACK": "error"})
+    assert [r.getMessage() for r in caplog.records] == [
+        "KERNEL_LOADER_OVERIDE_CUDA is no setting",
+        "KERNEL_LOADER_FALBACK is no setting; did you mean KERNEL_LOADER_FALLBACK?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("", 86400), ("90", 90), ("1.5h", 5400), ("2d", 172800), ("0", 0), ("30s", 30), ("5m", 300)]
+)
+def test_the_time_until_a_version_is_asked_about_again(value: str, seconds: float) -> None:
+    assert Settings.from_env({"KERNEL_LOADER_REFRESH_AFTER": value}).refresh_after == seconds
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "1w", "1e9", "h"])
+def test_a_time_that_cannot_be_read_is_refused(value: str) -> None:
+    with pytest.raises(SettingsError, match="KERNEL_LOADER_REFRESH_AFTER"):
+        Settings.from_env({"KERNEL_LOADER_REFRESH_AFTER": value})
+
+
+def test_the_home_of_an_unknown_user_is_a_wrong_setting() -> None:
+    with pytest.raises(SettingsError, match="KERNEL_LOADER_MANIFESTS"):
+        Settings.from_env({"KERNEL_LOADER_MANIFESTS": "~no-such-user/x"})
+
+
+def test_offline_is_also_that_of_the_hub_client() -> None:
+    assert Settings.from_env({"HF_HUB_OFFLINE": "1"}).offline
+    assert Settings.from_env({"KERNEL_LOADER_OFFLINE": "yes"}).offline
+    assert not Settings.from_env({}).offline
+
+
+def test_the_store_is_where_the_setting_says_or_in_the_users_cache() -> None:
+    assert Settings.from_env({"KERNEL_LOADER_CACHE": "/x/y"}).cache == Path("/x/y")
+    assert Settings.from_env({}).cache.name == "kernel-loader"

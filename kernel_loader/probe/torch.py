@@ -21,7 +21,8 @@ _ABSENT: Final = "torch cannot be found"
 def probe() -> Mapping[str, Fact]:
     """torch, cxx11_abi, cuda, rocm, xpu, cann, metal, neuron and tpu."""
     module = sys.modules.get("torch")
-    if module is not None and hasattr(module, "version"):
+    # While another thread imports it, half of it is there.
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
         return _facts(_versions_of(module), _running_abi(module), _running_extensions(module), "running torch")
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -162,3 +162,17 @@ def test_the_torch_that_is_here_answers_for_every_fact() -> None:
     assert facts.keys() == NAMES
     assert facts["torch"].value
     assert facts["metal"].value is (platform.system() == "Darwin" and platform.machine() == "arm64")
+
+
+def test_a_torch_that_is_still_being_imported_is_read_from_its_files(monkeypatch) -> None:
+    import importlib.machinery
+    import sys
+    import types
+
+    half = types.ModuleType("torch")
+    half.version = types.SimpleNamespace()
+    half.__spec__ = importlib.machinery.ModuleSpec("torch", None, origin=importlib.util.find_spec("torch").origin)
+    half.__spec__._initializing = True
+    whole = torch.probe()
+    monkeypatch.setitem(sys.modules, "torch", half)
+    assert {name: fact.value for name, fact in torch.probe().items()} == {n: f.value for n, f in whole.items()}
