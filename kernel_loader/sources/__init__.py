@@ -1,6 +1,6 @@
 """Where builds come from: one protocol, and the places that speak it."""
 
 from kernel_loader.sources.directory import LocalDirectories, embedded
-from kernel_loader.sources.protocol import Listing, Request, Source
+from kernel_loader.sources.protocol import Fetched, Listing, Request, Source
 
-__all__ = ["Listing", "LocalDirectories", "Request", "Source", "embedded"]
+__all__ = ["Fetched", "Listing", "LocalDirectories", "Request", "Source", "embedded"]

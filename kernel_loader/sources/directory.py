@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from kernel_loader.errors import SourceError, VariantError
+from kernel_loader.digest import verify
+from kernel_loader.errors import IntegrityError, SourceError, VariantError
 from kernel_loader.metadata import FILE_NAME, MAX_BYTES, Metadata
 from kernel_loader.resources import data_directory
-from kernel_loader.sources.protocol import Listing, Request
+from kernel_loader.sources.protocol import Fetched, Listing, Request
 from kernel_loader.variant import NOARCH, Variant
+
+EMBEDDED: Final = "embedded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,10 @@ class LocalDirectories:
     kind: str = "local"
     is_local: bool = True
 
+    def __post_init__(self) -> None:
+        # Late imports look for the directory again, wherever the process has gone meanwhile.
+        object.__setattr__(self, "directories", {repo: path.absolute() for repo, path in self.directories.items()})
+
     def listing(self, request: Request) -> Listing | None:
         """The builds in the directory, whatever version is asked for: the directory stands for all of them."""
         root = self.directories.get(request.repo)
@@ -31,9 +39,15 @@ class LocalDirectories:
             return None
         return Listing(repo=request.repo, revision=None, names=tuple(sorted(self._builds(root))))
 
+    def versions(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002 - a directory is one version
+        """No versions: a directory stands for whichever is asked for."""
+        return ()
+
     def metadata(self, listing: Listing, name: str) -> Metadata:
         """Read metadata.json of a build. A build without one says nothing of itself."""
-        file = self.fetch(listing, name) / FILE_NAME
+        file = self._directory(listing, name) / FILE_NAME
+        if file.exists() and not file.is_file():
+            raise self._failed(file, "it is no regular file")
         try:
             with file.open("rb") as stream:
                 text = stream.read(MAX_BYTES + 1)
@@ -43,8 +57,17 @@ class LocalDirectories:
             raise self._failed(file, str(error)) from error
         return Metadata.parse(text, str(file))
 
-    def fetch(self, listing: Listing, name: str) -> Path:
-        """The directory of a build. Nothing has to be brought."""
+    def fetch(self, listing: Listing, name: str) -> Fetched:
+        """The build where it lies, verified."""
+        directory, metadata = self._directory(listing, name), self.metadata(listing, name)
+        if self.kind == EMBEDDED and metadata.digest is None:
+            raise IntegrityError(str(directory), (f"{FILE_NAME} lists no digests",), "Install the package again.")
+        return Fetched(path=directory, digest=verify(directory, metadata))
+
+    def hold(self, fetched: Fetched) -> None:
+        """Do nothing: what lies in the directories is the user's."""
+
+    def _directory(self, listing: Listing, name: str) -> Path:
         directory = self._builds(self.directories[listing.repo]).get(name)
         if directory is None:
             raise self._failed(self.directories[listing.repo], f"the build {name} is gone")
@@ -55,26 +78,40 @@ class LocalDirectories:
             if (root / FILE_NAME).is_file() or (root / "__init__.py").is_file():
                 return {self._name_of(root): root}
             home = root / "build" if (root / "build").is_dir() else root
-            return {entry.name: entry for entry in home.iterdir() if entry.is_dir() and entry.name[0] != "."}
+            builds = {entry.name: entry for entry in home.iterdir() if entry.is_dir() and entry.name[0] != "."}
         except OSError as error:
-            raise self._failed(root, str(error)) from error
+            raise self._failed(root, error.strerror or str(error)) from error
+        if not any(_is_variant(name) for name in builds):
+            raise self._failed(root, "there are no builds in it (build/<variant>/)")
+        return builds
 
     def _name_of(self, build: Path) -> str:
         """The variant of a single build. In a directory of another name, its metadata says which backend it is for."""
-        try:
-            return str(Variant.parse(build.resolve().name))
-        except VariantError:
-            file = build / FILE_NAME
-            backend = Metadata.parse(file.read_bytes(), str(file)).backend if file.is_file() else None
-            return f"torch-{backend if backend in NOARCH else 'universal'}"
+        name = build.resolve().name
+        if _is_variant(name):
+            return name
+        file = build / FILE_NAME
+        if any(build.rglob("*.so")) or any(build.rglob("*.pyd")):
+            raise self._failed(build, "it holds compiled code, and its name is no build variant that says for what")
+        backend = Metadata.parse(file.read_bytes(), str(file)).backend if file.is_file() else None
+        noarch = "npu" if backend == "cann" else backend
+        return f"torch-{noarch if noarch in NOARCH else 'universal'}"
 
     def _failed(self, path: Path, detail: str) -> SourceError:
-        advice = "Correct the directory (KERNEL_LOADER_LOCAL or LOCAL_KERNELS where you set one), or install again."
+        advice = "Correct the directory in KERNEL_LOADER_LOCAL or LOCAL_KERNELS."
         return SourceError(str(path), detail, advice)
+
+
+def _is_variant(name: str) -> bool:
+    try:
+        Variant.parse(name)
+    except VariantError:
+        return False
+    return True
 
 
 def embedded() -> LocalDirectories:
     """The kernels that ship with the package: registry/<name>/build/<variant>/."""
     root = data_directory("registry")
     repositories = {entry.name: entry for entry in root.iterdir() if entry.is_dir()} if root.is_dir() else {}
-    return LocalDirectories(repositories, "embedded")
+    return LocalDirectories(repositories, EMBEDDED)

@@ -28,11 +28,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The builds of a repository, by name, as one source has them."""
+    """The builds of a repository, by name, as one source has them.
+
+    `commit` is where the revision stood when it was asked for; None in sources that have no revisions.
+    """
 
     repo: str
     revision: str | None
     names: tuple[str, ...]
+    commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A build on this machine, verified, and the digest of its content."""
+
+    path: Path
+    digest: str
 
 
 class Source(Protocol):
@@ -56,10 +68,22 @@ class Source(Protocol):
         """The builds of a repository; None when this place does not have it."""
         ...
 
+    def versions(self, request: Request) -> tuple[int, ...]:
+        """The versions that a repository has, oldest first; none where the place has no versions or cannot be asked."""
+        ...
+
     def metadata(self, listing: Listing, name: str) -> Metadata:
         """What a build says of itself."""
         ...
 
-    def fetch(self, listing: Listing, name: str) -> Path:
-        """The directory of a build on this machine, brought here first where that is needed."""
+    def fetch(self, listing: Listing, name: str) -> Fetched:
+        """A build on this machine: brought here where that is needed, and verified at every call.
+
+        Raises:
+            IntegrityError: its files are not those that were published.
+        """
+        ...
+
+    def hold(self, fetched: Fetched) -> None:
+        """Keep a build from being removed as long as this process lives."""
         ...

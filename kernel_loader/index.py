@@ -1,0 +1,152 @@
+"""The index: what was asked of the Hub, and what it answered. It lets a build that is here be loaded with no request.
+
+One JSON file a question (repository and revision) below `<root>/index/`, one a publisher below `<root>/publishers/`.
+Files are replaced whole. What the index loses is rebuilt from the receipts of the store, or asked again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+from kernel_loader.metadata import Metadata
+from kernel_loader.sources import Request
+from kernel_loader.store import SCHEMA, Store, read_json
+
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What is known of a repository at a revision.
+
+    Attributes:
+        commit: where the revision stood.
+        names: all builds at that commit; None when only those in `builds` are known.
+        metadata: build -> text of its metadata.json; None where it has none.
+        builds: build -> digest in the store, of the builds that were fetched.
+        checked: when the commit was asked for, in seconds of the epoch.
+    """
+
+    request: Request
+    commit: str
+    names: tuple[str, ...] | None
+    metadata: Mapping[str, str | None] = field(default_factory=dict)
+    builds: Mapping[str, str] = field(default_factory=dict)
+    checked: float = 0.0
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the revision is a commit, which never moves."""
+        return _COMMIT.fullmatch(self.request.git_revision or "") is not None
+
+    def merge(self, other: Entry | None) -> Self:
+        """This answer, with what another process has learned of the same commit."""
+        if other is None or other.commit != self.commit:
+            return self
+        return replace(
+            self,
+            names=self.names if self.names is not None else other.names,
+            metadata={**other.metadata, **self.metadata},
+            builds={**other.builds, **self.builds},
+        )
+
+
+class Index:
+    """Answers by question, on disk."""
+
+    def __init__(self, store: Store) -> None:
+        self._store: Final = store
+
+    def get(self, request: Request) -> Entry | None:
+        """The answer that is remembered, or that the receipts of the store still tell."""
+        document = read_json(self._file(request))
+        if document is not None and document.get("repo") == request.repo and _is_entry(document):
+            return Entry(
+                request=request,
+                commit=document["commit"],
+                names=None if document["names"] is None else tuple(document["names"]),
+                metadata=document["metadata"],
+                builds=document["builds"],
+                checked=document["checked"],
+            )
+        return self._from_receipts(request)
+
+    def put(self, entry: Entry) -> Entry:
+        """Remember an answer, together with what other processes have learned meanwhile."""
+        entry = entry.merge(self.get(entry.request))
+        self._store.write(
+            self._file(entry.request),
+            {
+                "schema": SCHEMA,
+                "repo": entry.request.repo,
+                "revision": entry.request.git_revision,
+                "commit": entry.commit,
+                "names": None if entry.names is None else list(entry.names),
+                "metadata": dict(entry.metadata),
+                "builds": dict(entry.builds),
+                "checked": entry.checked,
+            },
+        )
+        return entry
+
+    def publisher(self, name: str) -> tuple[bool, float] | None:
+        """Whether a publisher was trusted by the Hub, and when it was asked."""
+        document = read_json(self._publisher_file(name))
+        if document is None or not isinstance(document.get("trusted"), bool):
+            return None
+        return document["trusted"], float(document.get("asked", 0.0))
+
+    def put_publisher(self, name: str, *, trusted: bool, asked: float) -> None:
+        """Remember what the Hub says of a publisher."""
+        document = {"schema": SCHEMA, "publisher": name, "trusted": trusted, "asked": asked}
+        self._store.write(self._publisher_file(name), document)
+
+    def _from_receipts(self, request: Request) -> Entry | None:
+        found: dict[str, dict[str, str]] = {}
+        for stored in self._store.all():
+            for source in stored.sources:
+                if (source.repo, source.revision) == (request.repo, request.git_revision):
+                    found.setdefault(source.commit, {})[source.variant] = stored.digest
+        if not found:
+            return None
+        commit, builds = list(found.items())[-1]
+        metadata = {name: self._stored_metadata(digest) for name, digest in builds.items()}
+        return Entry(request=request, commit=commit, names=None, metadata=metadata, builds=builds)
+
+    def _stored_metadata(self, digest: str) -> str | None:
+        directory = self._store.find(digest)
+        file = directory / "metadata.json" if directory else None
+        return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
+
+    def _file(self, request: Request) -> Path:
+        # The hash keeps apart what a file system that folds case would not.
+        asked = f"{request.repo}@{request.git_revision}"
+        readable = re.sub(r"[^\w.@\-]+", "--", asked, flags=re.ASCII)[:80]
+        return self._store.root / "index" / f"{readable}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+
+    def _publisher_file(self, name: str) -> Path:
+        return self._store.root / "publishers" / (re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII) + ".json")
+
+
+def _is_entry(document: dict[str, Any]) -> bool:
+    names = document.get("names")
+    return (
+        isinstance(document.get("commit"), str)
+        and isinstance(document.get("checked"), int | float)
+        and all(isinstance(document.get(key), dict) for key in ("metadata", "builds"))
+        and (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)))
+    )
+
+
+def parse_metadata(text: str | None, file: str) -> Metadata:
+    """The metadata that an entry remembers.
+
+    Raises:
+        MetadataError: the text is damaged.
+    """
+    return Metadata() if text is None else Metadata.parse(text, file)

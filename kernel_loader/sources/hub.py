@@ -1,0 +1,342 @@
+"""The Hub: what its repositories of type kernel hold. Asks, and remembers nothing.
+
+Transfers, tokens, proxies, endpoint and retries are huggingface_hub's, through functions that its 1.x and 2.x lines
+share. Each question is one request with a deadline; a file is one GET, whose content is held against the hash that the
+listing gives.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from kernel_loader.errors import HubUnavailable, IntegrityError, RepositoryMissing, SourceError, UnknownVersion
+from kernel_loader.metadata import FILE_NAME, MAX_BYTES, is_safe_path
+from kernel_loader.sources.protocol import Request
+
+# Seconds without a byte after which a request counts as failed.
+STALL: Final = 10.0
+
+# A build is hundreds of files at most. A listing beyond this is no build.
+MAX_FILES: Final = 20_000
+
+# Tries of one file whose body breaks off or comes out wrong; refused requests have their own, in huggingface_hub.
+TRIES: Final = 3
+
+_CHUNK: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a build, as the Hub lists it.
+
+    Attributes:
+        path: relative to the build, with slashes.
+        size: in bytes.
+        blob: git's sha1 of the content; of the pointer, for a file in large-file storage.
+        sha256: of a file in large-file storage, in hexadecimal.
+    """
+
+    path: str
+    size: int
+    blob: str
+    sha256: str | None
+
+    def is_content(self, content: bytes) -> bool:
+        """Whether this is the file's content."""
+        return self.is_hash(hashlib.sha256(content).hexdigest(), git_blob(len(content), content).hexdigest())
+
+    def is_hash(self, sha256: str, blob: str) -> bool:
+        """Whether content with these hashes is what is listed."""
+        return sha256 == self.sha256 if self.sha256 else blob == self.blob
+
+
+def git_blob(size: int, content: bytes = b"") -> hashlib._Hash:
+    """The hash by which git knows a file of a size, begun with some content."""
+    return hashlib.sha1(b"blob %d\0" % size + content, usedforsecurity=False)
+
+
+class Hub:
+    """Questions to the Hub.
+
+    Args:
+        retries: how often a refused request is tried again. Zero where a cached answer can serve instead.
+
+    Every method raises `HubUnavailable` when no answer can be had, and `RepositoryMissing` when the Hub does not know
+    the repository or does not show it to this user.
+    """
+
+    def __init__(self, retries: int = 4) -> None:
+        self._retries: Final = retries
+
+    def commit(self, request: Request) -> str:
+        """The commit that a version, branch or tag stands at.
+
+        Raises:
+            UnknownVersion: the repository has no such version or revision.
+        """
+        revision = request.git_revision or "main"
+        try:
+            sha = self._json(f"api/kernels/{request.repo}/revision/{quote(revision, safe='')}", request)["sha"]
+        except UnknownVersion as error:
+            raise UnknownVersion(request.repo, revision, self.versions(request)) from error
+        except RepositoryMissing as error:
+            if not self._is_model(request):
+                raise
+            detail = "the Hub has a repository of that name of type model, and kernels are of type kernel"
+            raise RepositoryMissing(str(request), detail, _MODEL) from error
+        if not isinstance(sha, str) or re.fullmatch(r"[0-9a-f]{40}", sha) is None:
+            raise self._strange(request, f"its commit is {sha!r}")
+        return sha
+
+    def versions(self, request: Request) -> tuple[int, ...]:
+        """The versions that a repository has, oldest first."""
+        refs = self._json(f"api/kernels/{request.repo}/refs", request)
+        names = [branch["name"] for branch in refs["branches"]]
+        return tuple(sorted(int(name[1:]) for name in names if re.fullmatch(r"v\d{1,9}", name)))
+
+    def names(self, request: Request, commit: str) -> tuple[str, ...]:
+        """The directories below `build/` at a commit, whatever they are called."""
+        entries = self._tree(request, commit, "build", recursive=False)
+        return tuple(sorted(e["path"].removeprefix("build/") for e in entries if e["type"] == "directory"))
+
+    def files(self, request: Request, commit: str, build: str) -> tuple[RemoteFile, ...]:
+        """The files of a build at a commit, bytecode left out.
+
+        Raises:
+            IntegrityError: the listing names a file outside the build, or two that a file system may not tell apart.
+        """
+        prefix = f"build/{build}/"
+        files = []
+        for entry in self._tree(request, commit, f"build/{build}", recursive=True):
+            if entry["type"] != "file":
+                continue
+            path = entry["path"].removeprefix(prefix)
+            if not entry["path"].startswith(prefix) or not is_safe_path(path):
+                raise IntegrityError(f"{request}, {build}", (f"the Hub lists {entry['path']!r}",), _REPORT)
+            if not path.endswith(".pyc"):
+                lfs = entry.get("lfs") or {}
+                files.append(RemoteFile(path, int(entry["size"]), str(entry["oid"]), lfs.get("oid")))
+        _refuse_collisions(request, build, files)
+        return tuple(sorted(files, key=lambda file: file.path))
+
+    def metadata(self, request: Request, commit: str, build: str) -> bytes | None:
+        """The metadata.json of a build; None when it has none.
+
+        Raises:
+            SourceError: it is larger than any that is read.
+        """
+        from huggingface_hub.errors import EntryNotFoundError
+
+        content = bytearray()
+        try:
+            with self._stream(request, commit, f"build/{build}/{FILE_NAME}") as chunks:
+                for chunk in chunks:
+                    content += chunk
+                    if len(content) > MAX_BYTES:
+                        raise self._strange(request, f"{FILE_NAME} of {build} has more than {MAX_BYTES} bytes")
+        except EntryNotFoundError:
+            return None
+        return bytes(content)
+
+    def download(
+        self, request: Request, commit: str, build: str, file: RemoteFile, target: Path, tell: Callable[[int], object]
+    ) -> str:
+        """Write a file, hashing it on the way; `tell` hears of the bytes as they come.
+
+        Returns:
+            The base64 of its sha256.
+
+        Raises:
+            IntegrityError: what arrives is not what the listing says, also when it is fetched again.
+        """
+        found = ""
+        for _ in range(TRIES):
+            try:
+                with self._stream(request, commit, f"build/{build}/{file.path}") as chunks:
+                    sha256, found = _write(chunks, target, file, tell)
+            except _Broken as error:
+                found = str(error)
+                continue
+            if not found:
+                return base64.b64encode(sha256).decode()
+        raise IntegrityError(f"{request}, {build}", (f"{file.path}: {found}",), _REPORT)
+
+    def trusts(self, publisher: str) -> bool:
+        """Whether the Hub marks an organisation as a trusted publisher of kernels. A user is none."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        request = Request(repo=publisher)
+        try:
+            return (
+                self._json(f"api/organizations/{quote(publisher, safe='')}/overview", request).get(
+                    "trustedKernelPublisher"
+                )
+                is True
+            )
+        except RepositoryMissing as error:
+            if isinstance(error.__cause__, HfHubHTTPError):
+                return False
+            raise
+
+    def _is_model(self, request: Request) -> bool:
+        try:
+            self._json(f"api/models/{request.repo}", request)
+        except SourceError:
+            return False
+        return True
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _json(self, path: str, request: Request) -> Any:  # noqa: ANN401 - JSON
+        return self._get(f"{_endpoint()}/{path}", request).json()
+
+    def _tree(self, request: Request, commit: str, directory: str, *, recursive: bool) -> Iterator[dict[str, Any]]:
+        from huggingface_hub.errors import EntryNotFoundError
+
+        url = f"{_endpoint()}/api/kernels/{request.repo}/tree/{commit}/{quote(directory)}"
+        page: str | None = f"{url}?recursive=true" if recursive else url
+        count = 0
+        while page is not None:
+            try:
+                response = self._get(page, request)
+            except EntryNotFoundError:
+                return  # the directory is not there
+            for entry in response.json():
+                count += 1
+                if count > MAX_FILES:
+                    raise self._strange(request, f"{directory} lists more than {MAX_FILES} entries")
+                yield entry
+            page = response.links.get("next", {}).get("url")
+
+    def _get(self, url: str, request: Request) -> Any:  # noqa: ANN401 - a response of whichever httpx there is
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+        with self._failures(request):
+            response = http_backoff(
+                "GET",
+                url,
+                max_retries=self._retries,
+                headers=build_hf_headers(library_name="kernel_loader"),
+                timeout=STALL,
+            )
+            hf_raise_for_status(response)
+            return response
+
+    @contextlib.contextmanager
+    def _stream(self, request: Request, commit: str, path: str) -> Iterator[Iterator[bytes]]:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+        url = hf_hub_url(request.repo, path, repo_type="kernel", revision=commit, endpoint=_endpoint())
+        # Asked for as it is: a body that is compressed on the way has another length than the file.
+        headers = build_hf_headers(library_name="kernel_loader") | {"Accept-Encoding": "identity"}
+        with self._failures(request):
+            stream = http_stream_backoff(
+                "GET", url, max_retries=self._retries, headers=headers, timeout=STALL, follow_redirects=True
+            )
+            with stream as response:
+                hf_raise_for_status(response)
+                yield _body(response)
+
+    @contextlib.contextmanager
+    def _failures(self, request: Request) -> Iterator[None]:
+        """Errors of huggingface_hub, and of whichever httpx it uses, become ours."""
+        from huggingface_hub import errors
+
+        try:
+            yield
+        except errors.EntryNotFoundError:
+            raise
+        except errors.GatedRepoError as error:
+            raise RepositoryMissing(str(request), "access to it is gated", _GATED) from error
+        except errors.RepositoryNotFoundError as error:
+            raise RepositoryMissing(str(request), "the Hub shows no such kernel repository", _MISSING) from error
+        except errors.RevisionNotFoundError as error:
+            raise UnknownVersion(request.repo, request.git_revision or "main", ()) from error
+        except _http_error() as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if status in (401, 403):
+                raise RepositoryMissing(str(request), f"the Hub refuses access ({status})", _GATED) from error
+            if status == 404:
+                raise RepositoryMissing(str(request), "the Hub does not know it", _MISSING) from error
+            detail = f"the Hub answers {status}" if status else f"the Hub cannot be reached ({error})"
+            raise HubUnavailable(str(request), detail, _UNAVAILABLE) from error
+
+    def _strange(self, request: Request, detail: str) -> SourceError:
+        return SourceError(str(request), detail, _REPORT)
+
+
+class _Broken(Exception):  # noqa: N818 - a body that ended early is a reason to try again
+    pass
+
+
+_REPORT: Final = "Do not use this kernel before its author has looked at it."
+_GATED: Final = "Ask for access on its page, and give a token that has it: `hf auth login`, or HF_TOKEN."
+_MISSING: Final = "Check the name; for a private repository give a token (`hf auth login`, or HF_TOKEN)."
+_MODEL: Final = (
+    "Ask its author to publish it as a kernel, or download it and name the directory in KERNEL_LOADER_LOCAL."
+)
+_UNAVAILABLE: Final = (
+    "Try again later; use builds on this machine with KERNEL_LOADER_LOCAL=repository=DIRECTORY; or accept the slow "
+    'reference with fallback="reference", where the kernel has one.'
+)
+
+
+@functools.cache
+def _http_error() -> type[Exception]:
+    # The base of all errors of httpx, or of httpx2: huggingface_hub names neither, and its own error is one of them.
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return next(base for base in HfHubHTTPError.__bases__ if base is not OSError)
+
+
+def _endpoint() -> str:
+    from huggingface_hub import HfApi
+
+    return str(HfApi().endpoint)
+
+
+def _body(response: Any) -> Iterator[bytes]:  # noqa: ANN401 - a response of whichever httpx there is
+    try:
+        yield from response.iter_bytes(_CHUNK)
+    except _http_error() as error:
+        raise _Broken(f"the transfer broke off ({error})") from error
+
+
+def _write(chunks: Iterator[bytes], target: Path, file: RemoteFile, tell: Callable[[int], object]) -> tuple[bytes, str]:
+    """Write the body; gives its sha256, and how it differs from the listing."""
+    sha256, blob, size = hashlib.sha256(), git_blob(file.size), 0
+    with target.open("wb") as stream:
+        for chunk in chunks:
+            size += len(chunk)
+            if size > file.size:
+                return b"", f"it has more than the {file.size} bytes that are listed"
+            stream.write(chunk)
+            sha256.update(chunk)
+            blob.update(chunk)
+            tell(len(chunk))
+    if size != file.size:
+        tell(-size)
+        return b"", f"it has {size} bytes, and {file.size} are listed"
+    if not file.is_hash(sha256.hexdigest(), blob.hexdigest()):
+        tell(-size)
+        return b"", "its content is not what is listed"
+    return sha256.digest(), ""
+
+
+def _refuse_collisions(request: Request, build: str, files: list[RemoteFile]) -> None:
+    # On a file system that folds case, the second file would silently replace the first.
+    seen: dict[str, str] = {}
+    for file in files:
+        other = seen.setdefault(file.path.casefold(), file.path)
+        if other is not file.path:
+            raise IntegrityError(f"{request}, {build}", (f"the Hub lists {other!r} and {file.path!r}",), _REPORT)

@@ -1,0 +1,85 @@
+"""Whose code may run here: one gate on the one road, before anything is downloaded.
+
+Kernels that a manifest names may run: the manifest ships with this package, or is of the user's own choice. Of other
+repositories, those of publishers that the Hub marks as trusted. Anything else needs the caller's word.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Collection
+from typing import Final
+
+from kernel_loader.errors import HubUnavailable, TrustError
+from kernel_loader.index import Index
+from kernel_loader.sources import Request
+
+logger = logging.getLogger("kernel_loader")
+
+# Anyone may open a pull request; its ref is code that the owner of the repository has not taken.
+_PROPOSED: Final = re.compile(r"refs/(?!heads/|tags/)")
+
+
+class Gate:
+    """Decides whether a repository's code may run.
+
+    A decision that was taken is kept: an outage, or offline mode, turns no yes into a no, and no no into a yes.
+
+    Args:
+        index: where decisions are kept.
+        ask: asks the Hub whether it trusts a publisher; None when the Hub must not be asked.
+        refresh_after: seconds after which a decision is asked for again.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        ask: Callable[[str], bool] | None,
+        refresh_after: float,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._index: Final = index
+        self._ask: Final = ask
+        self._refresh_after: Final = refresh_after
+        self._now: Final = now
+
+    def admit(self, request: Request, *, named: bool, allowed: bool | Collection[str] = False) -> None:
+        """Let a repository's code pass, or refuse it.
+
+        Args:
+            request: the repository and its revision.
+            named: a manifest names the repository.
+            allowed: the caller's word for all repositories, or for those that are listed.
+
+        Raises:
+            TrustError: its code may not run here.
+        """
+        if allowed is True or (not isinstance(allowed, bool) and request.repo in allowed):
+            return
+        if _PROPOSED.match(request.git_revision or ""):
+            raise TrustError(str(request), "its revision is a proposed change, which its owner has not taken")
+        if named:
+            return
+        publisher = request.repo.partition("/")[0]
+        trusted, why = self._publisher(publisher)
+        if not trusted:
+            raise TrustError(str(request), why)
+
+    def _publisher(self, name: str) -> tuple[bool, str]:
+        no = f"the Hub does not mark {name} as a trusted publisher of kernels"
+        known = self._index.publisher(name)
+        if known is not None and (self._ask is None or self._now() - known[1] < self._refresh_after):
+            return known[0], no
+        if self._ask is None:
+            return False, f"whether {name} is a trusted publisher was never asked, and the Hub must not be asked now"
+        try:
+            trusted = self._ask(name)
+        except HubUnavailable as error:
+            if known is None:
+                return False, f"whether {name} is a trusted publisher cannot be asked: {error.detail}"
+            logger.warning("%s: the earlier answer about the publisher serves. %s", name, error.problem)
+            return known[0], no
+        self._index.put_publisher(name, trusted=trusted, asked=self._now())
+        return trusted, no
