@@ -11,9 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernel_loader.api import (
+        can_load as can_load,
+        load_kernel as load_kernel,
+        load_module as load_module,
+        loaded_kernels as loaded_kernels,
+        origin as origin,
+        prefetch as prefetch,
+        resolve as resolve,
+    )
     from kernel_loader.errors import (
         AbiMismatch as AbiMismatch,
+        CyclicDependency as CyclicDependency,
         HostError as HostError,
+        HubUnavailable as HubUnavailable,
         IntegrityError as IntegrityError,
         KernelImportError as KernelImportError,
         KernelLoaderError as KernelLoaderError,
@@ -22,21 +33,19 @@ if TYPE_CHECKING:
         MissingDependency as MissingDependency,
         MissingEntrypoints as MissingEntrypoints,
         NoCompatibleBuild as NoCompatibleBuild,
+        NotCached as NotCached,
+        RepositoryMissing as RepositoryMissing,
         RequestError as RequestError,
         SettingsError as SettingsError,
         SourceError as SourceError,
+        StoreError as StoreError,
+        TrustError as TrustError,
         UnknownKernel as UnknownKernel,
+        UnknownVersion as UnknownVersion,
         VariantError as VariantError,
     )
     from kernel_loader.host import Host as Host
-    from kernel_loader.loader import (
-        KernelLoader as KernelLoader,
-        can_load as can_load,
-        load_kernel as load_kernel,
-        loaded_kernels as loaded_kernels,
-        origin as origin,
-        resolve as resolve,
-    )
+    from kernel_loader.loader import KernelLoader as KernelLoader, Prefetched as Prefetched
     from kernel_loader.provenance import Origin as Origin
     from kernel_loader.resolver import Resolution as Resolution, Verdict as Verdict
     from kernel_loader.rules import Reason as Reason
@@ -45,9 +54,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "api": ("can_load", "load_kernel", "load_module", "loaded_kernels", "origin", "prefetch", "resolve"),
     "errors": (
         "AbiMismatch",
+        "CyclicDependency",
         "HostError",
+        "HubUnavailable",
         "IntegrityError",
         "KernelImportError",
         "KernelLoaderError",
@@ -56,14 +68,19 @@ _HOMES = {
         "MissingDependency",
         "MissingEntrypoints",
         "NoCompatibleBuild",
+        "NotCached",
+        "RepositoryMissing",
         "RequestError",
         "SettingsError",
         "SourceError",
+        "StoreError",
+        "TrustError",
         "UnknownKernel",
+        "UnknownVersion",
         "VariantError",
     ),
     "host": ("Host",),
-    "loader": ("KernelLoader", "can_load", "load_kernel", "loaded_kernels", "origin", "resolve"),
+    "loader": ("KernelLoader", "Prefetched"),
     "provenance": ("Origin",),
     "resolver": ("Resolution", "Verdict"),
     "rules": ("Reason",),

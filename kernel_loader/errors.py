@@ -11,12 +11,19 @@
       RequestError(ValueError)            a call asks for two things that exclude each other
       UnknownKernel(LookupError)          no manifest has that name
       NoCompatibleBuild(FileNotFoundError)  builds were found, none runs here
+      UnknownVersion(ValueError)          the repository has no such version or revision
       SourceError(OSError)                a place where builds come from failed
+        NotCached                         ... the Hub must not be asked, and the build is not here
+        HubUnavailable                    ... the Hub does not answer
+        RepositoryMissing                 ... the Hub has no such repository, or does not show it
+      TrustError(PermissionError)         code of that repository may not run here
+      StoreError(OSError)                 the store cannot be read or written
       IntegrityError(OSError)             the bytes are not those that were published
       KernelImportError(ImportError)      a build was chosen and its import failed
         AbiMismatch                       ... its shared library does not fit this machine
         MissingDependency                 ... it needs a Python package that is not here
         MissingEntrypoints                ... it lacks symbols that the bundle promises
+      CyclicDependency(ValueError)        kernels need each other in a circle
 
 Every error is also the builtin that a caller would expect, holds its parts as fields, survives pickling, and its text
 ends with what to do next. Text is made when it is asked for, from the fields.
@@ -30,6 +37,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from kernel_loader.provenance import Origin
     from kernel_loader.resolver import Resolution, Verdict
+
+_REFERENCE = 'accept the slow reference with fallback="reference", where the kernel has one'
 
 _Error = TypeVar("_Error", bound="KernelLoaderError")
 
@@ -76,7 +85,7 @@ class SettingsError(KernelLoaderError, ValueError):
 
     @property
     def remedy(self) -> str:
-        return f"Set it to {self.expected}, or unset it."
+        return f"Set it to {self.expected}."
 
 
 @dataclass(eq=False)
@@ -145,7 +154,7 @@ class MetadataError(KernelLoaderError, ValueError):
 
     @property
     def remedy(self) -> str:
-        return "The build is damaged or was published wrong: fetch it again, or report it to the kernel's author."
+        return "The build is damaged or was published wrong: correct the file, or report it to the kernel's author."
 
 
 @dataclass(eq=False)
@@ -177,16 +186,22 @@ class UnknownKernel(KernelLoaderError, LookupError):
 
     @property
     def remedy(self) -> str:
+        if "/" in self.name:
+            return (
+                "A repository has no bundle: take its module with load_module(repository), or give it a name with a "
+                "manifest (docs/manifests.md)."
+            )
         meant = f"Did you mean {' or '.join(self.matches)}? " if self.matches else ""
         return f"{meant}`kernel-loader list` shows all names; KERNEL_LOADER_MANIFESTS adds a directory of your own."
 
 
 @dataclass(eq=False)
 class NoCompatibleBuild(KernelLoaderError, FileNotFoundError):
-    """A kernel has builds, and none of them runs on the host."""
+    """A kernel has builds, and none of them runs on the host. `version` is another that has a build for it."""
 
     kernel: str
     resolution: Resolution
+    version: int | None = None
 
     @property
     def nearest(self) -> Verdict | None:
@@ -204,6 +219,8 @@ class NoCompatibleBuild(KernelLoaderError, FileNotFoundError):
     @property
     def remedy(self) -> str:
         remedies = [reason.remedy for reason in self.nearest.reasons] if self.nearest else []
+        if self.version is not None:
+            remedies.insert(0, f"Version {self.version} has a build for this host: pass version={self.version}.")
         return " ".join([*dict.fromkeys(remedies), "`kernel-loader explain` shows every build with its reasons."])
 
 
@@ -218,6 +235,83 @@ class SourceError(KernelLoaderError, OSError):
     @property
     def problem(self) -> str:
         return f"{self.source}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice
+
+
+@dataclass(eq=False)
+class NotCached(SourceError):
+    """The Hub must not be asked (offline mode), and what is needed is not here."""
+
+    detail: str = "it is not on this machine, and the Hub must not be asked (offline mode)"
+    advice: str = (
+        "Run `kernel-loader prefetch` where the Hub can be asked, or use builds on this machine with "
+        "KERNEL_LOADER_LOCAL=repository=DIRECTORY. KERNEL_LOADER_OFFLINE and HF_HUB_OFFLINE set the mode."
+    )
+
+
+@dataclass(eq=False)
+class HubUnavailable(SourceError):
+    """The Hub does not answer, and nothing that is here can serve instead."""
+
+
+@dataclass(eq=False)
+class RepositoryMissing(SourceError):
+    """The Hub has no such kernel repository, or does not show it to this user."""
+
+
+@dataclass(eq=False)
+class UnknownVersion(KernelLoaderError, ValueError):
+    """A repository has no such version or revision; `available` are the versions that it has."""
+
+    repo: str
+    wanted: str
+    available: tuple[int, ...]
+
+    @property
+    def problem(self) -> str:
+        return f"{self.repo} has no version or revision {self.wanted!r}."
+
+    @property
+    def remedy(self) -> str:
+        if not self.available:
+            return "It has no versions (branches v1, v2, ...); pass revision= with a branch or a commit."
+        return f"Its versions are {', '.join(map(str, self.available))}."
+
+
+@dataclass(eq=False)
+class TrustError(KernelLoaderError, PermissionError):
+    """Code of a repository may not run here."""
+
+    repo: str
+    detail: str
+
+    @property
+    def problem(self) -> str:
+        return f"Code of {self.repo} may not run here: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        repo = self.repo.partition("@")[0]
+        return (
+            f'If you trust it, pass trust_remote_code=True or trust_remote_code=["{repo}"], or give it a name with a '
+            "manifest of your own (docs/manifests.md)."
+        )
+
+
+@dataclass(eq=False)
+class StoreError(KernelLoaderError, OSError):
+    """The store of builds cannot be read or written."""
+
+    path: str
+    detail: str
+    advice: str
+
+    @property
+    def problem(self) -> str:
+        return f"The store at {self.path}: {self.detail}."
 
     @property
     def remedy(self) -> str:
@@ -260,7 +354,7 @@ class KernelImportError(KernelLoaderError, ImportError):
 
     @property
     def remedy(self) -> str:
-        return 'Choose another version or backend, or accept the slow reference with fallback="reference".'
+        return f"Choose another version or backend, or {_REFERENCE}."
 
 
 @dataclass(eq=False)
@@ -270,8 +364,8 @@ class AbiMismatch(KernelImportError):
     @property
     def remedy(self) -> str:
         return (
-            "The library was built for another CPU, libc or torch than its variant name says: report it to the "
-            'kernel\'s author, or use fallback="reference".'
+            "The library is damaged, or was built for another CPU, libc or torch than its name says: report it to the "
+            f"kernel's author, or {_REFERENCE}."
         )
 
 
@@ -302,6 +396,21 @@ class MissingEntrypoints(KernelImportError):
     @property
     def remedy(self) -> str:
         return (
-            "Another version of the kernel may have them: pass version=, correct [entrypoints] in the manifest, or use "
-            'fallback="reference".'
+            "Another version of the kernel may have them: pass version=, correct [entrypoints] in the manifest, or "
+            f"{_REFERENCE}."
         )
+
+
+@dataclass(eq=False)
+class CyclicDependency(KernelLoaderError, ValueError):
+    """Kernels name each other as dependencies in a circle; `chain` is the way round."""
+
+    chain: tuple[str, ...]
+
+    @property
+    def problem(self) -> str:
+        return f"Kernels depend on each other in a circle: {' -> '.join(self.chain)}."
+
+    @property
+    def remedy(self) -> str:
+        return "Report it to their authors, or choose another version of one of them."

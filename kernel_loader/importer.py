@@ -8,12 +8,12 @@ stays as it was published.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import importlib.util
+import platform
 import re
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -27,7 +27,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Final
 
-from kernel_loader.errors import AbiMismatch, KernelImportError, MissingDependency, SourceError
+from kernel_loader import elf
+from kernel_loader.dependencies import offered
+from kernel_loader.errors import AbiMismatch, KernelImportError, KernelLoaderError, MissingDependency, SourceError
 from kernel_loader.metadata import Metadata
 from kernel_loader.provenance import Origin
 
@@ -35,7 +37,7 @@ HOME: Final = "kernel_loader.loaded"
 
 # How the dynamic linkers of Linux, macOS and Windows say that a library is for another machine or another torch.
 _ABI_SIGNS: Final = re.compile(
-    r"undefined symbol|invalid ELF header|wrong ELF class|GLIBC(XX)?_[\d.]+. not found|file too short"
+    r"undefined symbol|wrong ELF class|GLIBC(XX)?_[\d.]+. not found"
     r"|incompatible architecture|mach-o file|Symbol not found|%1 is not a valid Win32 application"
     r"|specified procedure could not be found",
     re.IGNORECASE,
@@ -49,38 +51,70 @@ def module_name(repo: str, metadata: Metadata, digest: str) -> str:
 
 
 def package_directory(build: Path, metadata: Metadata) -> Path:
-    """The directory whose `__init__.py` is the kernel: the build itself, or (older) a package named as the kernel.
+    """The directory whose `__init__.py` is the kernel: the build itself, or (older) the one package inside it.
 
     Raises:
-        SourceError: the build has neither.
+        SourceError: the build has neither, or several packages and none of its own name.
     """
+    if (build / "__init__.py").is_file():
+        return build
     try:
-        entries = sorted(build.iterdir())
+        # A directory that is no identifier (__pycache__ is passed over, too) is not verified as a package.
+        inside = {
+            entry.name: entry
+            for entry in sorted(build.iterdir())
+            if entry.name.isidentifier() and entry.name != "__pycache__" and (entry / "__init__.py").is_file()
+        }
     except OSError as error:
         raise SourceError(
             str(build), f"it cannot be listed ({error})", "Bring the build back, and load again."
         ) from error
-    named = [metadata.name.replace("-", "_")] if metadata.name else []
-    for candidate in (build, *(build / name for name in named), *entries):
-        if (candidate / "__init__.py").is_file():
-            return candidate
-    detail = "there is no __init__.py, neither in the build nor in a package below it"
-    raise SourceError(str(build), detail, "Point to the directory of a build, such as build/torch-universal.")
+    named = (metadata.name or "").replace("-", "_")
+    if named in inside:
+        return inside[named]
+    if len(inside) != 1:
+        found = f"several packages ({', '.join(inside)})" if inside else "no __init__.py, nor a package below it"
+        raise SourceError(str(build), f"it has {found}", "A build is one package, with its __init__.py at the top.")
+    return next(iter(inside.values()))
 
 
-def import_build(package: Path, name: str, origin: Origin) -> ModuleType:
+def import_build(
+    package: Path, name: str, origin: Origin, dependencies: Mapping[str, ModuleType] | None = None
+) -> ModuleType:
     """Import a verified build under its name; a second call gives the same module.
+
+    Args:
+        package: the directory whose `__init__.py` is the kernel.
+        name: its import name, by `module_name`.
+        origin: where it is from, for errors.
+        dependencies: repository id -> module of each kernel that this one asks for while it is imported.
 
     Raises:
         KernelImportError: the build's own code failed. Nothing of it is left in `sys.modules`.
     """
+    _refuse_unloadable(package, origin)
     FINDER.add(name, package)
     try:
-        with _undone_on_failure(name):
+        with offered(dependencies or {}):
             return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Whatever a kernel raises at import, its caller can handle one tree of errors.
         raise _import_error(origin, error) from error
+
+
+def _refuse_unloadable(package: Path, origin: Origin) -> None:
+    if sys.platform != "linux":
+        return
+    try:
+        for library in sorted(package.rglob("*.so")):
+            if (fault := elf.fault(library, platform.machine())) is not None:
+                raise AbiMismatch(origin.kernel, origin, f"{library.name}: {fault}")
+    except OSError as error:
+        if isinstance(error, KernelLoaderError):
+            raise
+        raise SourceError(
+            str(package), f"it cannot be read ({error})", "Bring the build back, and load again."
+        ) from error
 
 
 class BuildFinder:
@@ -88,11 +122,11 @@ class BuildFinder:
 
     def __init__(self) -> None:
         self._packages: dict[str, Path] = {}
-        self.lock: Final = threading.Lock()
 
     def add(self, name: str, package: Path) -> None:
-        """Make a package importable as `name`."""
-        self._packages.setdefault(name, package)
+        """Make a package importable as `name`, unless it is imported already."""
+        if name not in sys.modules:
+            self._packages[name] = package
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -102,7 +136,7 @@ class BuildFinder:
             return None
         if (package := self._packages.get(fullname)) is not None:
             init = package / "__init__.py"
-            loader = SourceLoader(fullname, str(init))
+            loader = PackageLoader(fullname, str(init))
             return spec_from_file_location(fullname, init, loader=loader, submodule_search_locations=[str(package)])
         if fullname.rpartition(".")[0] == HOME:
             return None
@@ -126,31 +160,33 @@ class SourceLoader(_SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
 
+class PackageLoader(SourceLoader):
+    """Runs the `__init__.py` of a build; when that fails, takes back the modules that it had imported.
+
+    Python takes back the package itself. Doing the rest here, under the package's import lock, means that no other
+    thread is in the middle of importing them.
+    """
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the package."""
+        try:
+            super().exec_module(module)
+        except BaseException:
+            for name in list(sys.modules):
+                if name.startswith(f"{module.__name__}."):
+                    sys.modules.pop(name, None)
+            raise
+
+
 FINDER: Final = BuildFinder()
 
 
-@contextlib.contextmanager
-def _undone_on_failure(name: str) -> Iterator[None]:
-    """Remove what a failed import left: Python takes back the package itself, not the modules that it had imported."""
-    try:
-        yield
-    except BaseException:
-        with FINDER.lock:
-            for loaded in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
-                del sys.modules[loaded]
-        raise
-
-
-def _import_error(origin: Origin, error: Exception) -> KernelImportError:
+def _import_error(origin: Origin, error: BaseException) -> KernelImportError:
     cause = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(HOME):
-        return MissingDependency(origin.kernel, origin, cause, (error.name.partition(".")[0],))
-    if isinstance(error, ImportError | OSError) and (_ABI_SIGNS.search(str(error)) or _refused_library(str(error))):
+        package = error.name.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            return MissingDependency(origin.kernel, origin, cause, (package,))
+    if isinstance(error, ImportError | OSError) and _ABI_SIGNS.search(str(error)):
         return AbiMismatch(origin.kernel, origin, cause)
     return KernelImportError(origin.kernel, origin, cause)
-
-
-def _refused_library(message: str) -> bool:
-    # glibc says of a library for another CPU that there is no such file.
-    match = re.match(r"(.+?): cannot open shared object file", message)
-    return match is not None and Path(match[1]).is_file()

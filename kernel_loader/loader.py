@@ -1,89 +1,61 @@
-"""KernelLoader: the one road from a name to a bundle, and the module-level functions over a default one.
+"""KernelLoader: the one road from a name to a bundle.
 
 ::
 
     name -> manifest -> settings + host -> a source lists builds -> the resolver chooses (or the reference)
-         -> fetch -> verify -> import once -> bind entrypoints -> frozen bundle, with its Origin
+         -> trust -> fetch and verify -> import once -> bind entrypoints -> frozen bundle, with its Origin
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args, overload
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, get_args
 
-from kernel_loader import sources as places
 from kernel_loader.binder import bind, bundle_class
 from kernel_loader.catalog import Catalog
-from kernel_loader.digest import verify
-from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, RequestError, SourceError
+from kernel_loader.choice import Ask, Choice, Chooser
+from kernel_loader.errors import KernelLoaderError, RequestError
 from kernel_loader.host import Host
 from kernel_loader.importer import import_build, module_name, package_directory
 from kernel_loader.loaded import LEDGER
-from kernel_loader.manifest import Manifest, normalise
+from kernel_loader.manifest import REPO, Manifest
+from kernel_loader.metadata import Metadata
+from kernel_loader.once import Once
 from kernel_loader.provenance import Origin
-from kernel_loader.resolver import Resolution, Verdict, resolve as choose
+from kernel_loader.published import PublishedBuilds
+from kernel_loader.resolver import Resolution
 from kernel_loader.settings import Fallback, Settings
-from kernel_loader.sources import Listing, LocalDirectories, Request, Source
-
-if TYPE_CHECKING:
-    from kernel_loader.bundles.fp8 import FineGrainedFP8
+from kernel_loader.sources import Fetched, LocalDirectories, Source
+from kernel_loader.store import Store
+from kernel_loader.trust import Gate
 
 logger = logging.getLogger("kernel_loader")
 
-_Bundle = TypeVar("_Bundle")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ask:
-    """The arguments of a load, normalised: what is equal here is loaded once."""
+class Prefetched:
+    """A build that is ready to be loaded without the network.
 
-    manifest: Manifest
-    backend: str | None
-    fallback: Fallback | None
+    Attributes:
+        kernel: the registered name, or the repository.
+        variant: name of the build; the reference's where no build fits.
+        digest: of its content.
+        path: its directory.
+        reference: whether it is the reference.
+    """
 
-    @property
-    def request(self) -> Request | None:
-        m = self.manifest
-        return Request(repo=m.repo, version=m.version, revision=m.revision) if m.repo else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Resolved:
-    """A resolution, and where its builds are; neither source nor listing where nothing was listed."""
-
-    resolution: Resolution
-    source: Source | None = None
-    listing: Listing | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """The build to load."""
-
-    resolved: _Resolved
-    build: Verdict
+    kernel: str
+    variant: str
+    digest: str
+    path: Path
     reference: bool
-    why: str
-    warning: str = ""
-
-
-def _reference(resolved: _Resolved, why: str, warning: str) -> _Choice:
-    build = resolved.resolution.chosen
-    if build is None:
-        raise NoCompatibleBuild(resolved.resolution.repo, resolved.resolution)
-    return _Choice(resolved=resolved, build=build, reference=True, why=why, warning=warning)
-
-
-def _nowhere(request: Request) -> SourceError:
-    advice = (
-        f"Set KERNEL_LOADER_LOCAL={request.repo}=DIRECTORY to use builds on this machine, or accept the slow "
-        'reference with fallback="reference".'
-    )
-    return SourceError(str(request), "no source that is configured here has this repository", advice)
 
 
 class KernelLoader:
@@ -92,7 +64,8 @@ class KernelLoader:
     Args:
         settings: how to behave; by default what the environment says now.
         host: the machine to choose builds for; by default this one, looked at when it is first needed.
-        sources: where builds come from, the first that has a repository; by default the directories of the settings.
+        sources: where builds come from, the first that has a repository; by default the directories of the settings,
+            then what is published on the Hub.
     """
 
     def __init__(
@@ -101,15 +74,16 @@ class KernelLoader:
         host: Host | None = None,
         sources: Sequence[Source] | None = None,
     ) -> None:
-        self.settings: Final = settings if settings is not None else Settings.from_env()
-        self.catalog: Final = Catalog(self.settings)
+        s = settings if settings is not None else Settings.from_env()
+        self.settings: Final = s
+        self.catalog: Final = Catalog(s)
+        self.store: Final = Store(s.cache)
         self._given_host: Final = host
-        self._sources: Final = tuple(sources) if sources is not None else (LocalDirectories(self.settings.local),)
-        self._load_once: Final = functools.cache(self._load)
-        self._disabled: Final = frozenset(normalise(name) for name in self.settings.disable)
-        self._lock: Final = threading.Lock()
-        self._locks: Final[dict[_Ask, threading.RLock]] = {}
-        self._warned: Final[set[str]] = set()
+        published = PublishedBuilds(self.store, offline=s.offline, refresh_after=s.refresh_after)
+        self._chooser: Final = Chooser(s, sources if sources is not None else (LocalDirectories(s.local), published))
+        self._gate: Final = Gate(published.index, None if s.offline else published.trusts, s.refresh_after)
+        self._once: Final = Once()
+        self._warned: Final[set[tuple[str, str]]] = set()
 
     @functools.cached_property
     def host(self) -> Host:
@@ -127,14 +101,26 @@ class KernelLoader:
         backend: str | None = None,
         fallback: Fallback | None = None,
     ) -> Any:  # noqa: ANN401 - load_kernel has the types
-        """As `load_kernel`."""
-        ask = self._ask(kernel, version, revision, backend, fallback)
-        # functools.cache keeps successes and forgets failures; alone it would let threads that come at the same time
-        # load at the same time.
-        with self._lock:
-            lock = self._locks.setdefault(ask, threading.RLock())
-        with lock:
-            return self._load_once(ask)
+        """As the function `load_kernel`."""
+        ask = self._ask(self.catalog.get(kernel), version, revision, backend, fallback)
+        # The class is imported before anything waits: its module may load the kernel itself while it is imported.
+        ask = replace(ask, bundle=bundle_class(ask.manifest, kernel if isinstance(kernel, type) else None))
+        return self._once.get(ask, lambda: self._load(ask), _name_of)
+
+    def load_module(
+        self,
+        repo_id: str,
+        *,
+        version: int | None = None,
+        revision: str | None = None,
+        backend: str | None = None,
+        trust_remote_code: bool | Collection[str] = False,
+    ) -> ModuleType:
+        """As the function `load_module`."""
+        ask = self._ask(_of_repository(repo_id), version, revision, backend, None)
+        allowed = _allowed(trust_remote_code)
+        loaded: ModuleType = self._once.get((ask, allowed), lambda: self._load_module(ask, allowed), _name_of)
+        return loaded
 
     def resolve(
         self,
@@ -146,8 +132,8 @@ class KernelLoader:
         host: Host | None = None,
     ) -> Resolution:
         """As the function `resolve`."""
-        ask = self._ask(kernel_or_repo, version, revision, backend, None, repositories=True)
-        return self._resolve(ask, host if host is not None else self.host).resolution
+        ask = self._ask(self._manifest(kernel_or_repo), version, revision, backend, None)
+        return self._chooser.resolve(ask, _checked(host) if host is not None else self.host).resolution
 
     def can_load(
         self,
@@ -160,308 +146,176 @@ class KernelLoader:
     ) -> bool:
         """As the function `can_load`."""
         try:
-            ask = self._ask(kernel_or_repo, version, revision, backend, fallback, repositories=True)
-            self._choose(ask)
+            ask = self._ask(self._manifest(kernel_or_repo), version, revision, backend, fallback)
+            host = self.host.select(backend)
         except KernelLoaderError:
             return False
-        return True
+        with contextlib.suppress(KernelLoaderError):
+            self._chooser.choose(ask, host)
+            return True
+        return ask.fallback == "reference" and ask.manifest.reference is not None
+
+    def prefetch(
+        self,
+        kernels: Iterable[str | type],
+        *,
+        hosts: Iterable[Host] | None = None,
+        all_variants: bool = False,
+        trust_remote_code: bool | Collection[str] = False,
+    ) -> list[Prefetched]:
+        """As the function `prefetch`."""
+        ready, allowed = [], _allowed(trust_remote_code)
+        for kernel in kernels:
+            ask = self._spelt(kernel)
+            for host in hosts if hosts is not None else [self.host]:
+                choice = self._chooser.choose(ask, host)
+                names = choice.listing.names if all_variants and not choice.reference else (choice.build.name,)
+                ready += [self._prefetched(ask, choice, name, allowed) for name in names]
+        return list(dict.fromkeys(ready))
 
     # --- the road -------------------------------------------------------------------------------------------------
 
+    def _spelt(self, kernel: str | type) -> Ask:
+        """A kernel as the command line spells it: a name, or `org/repo@3`, or `org/repo@<branch or commit>`."""
+        if not isinstance(kernel, str) or "@" not in kernel:
+            return self._ask(self._manifest(kernel), None, None, None, None)
+        name, _, at = kernel.partition("@")
+        version, revision = (int(at), None) if at.isdecimal() else (None, at)
+        return self._ask(self._manifest(name), version, revision, None, None)
+
+    def _manifest(self, kernel_or_repo: str | type) -> Manifest:
+        if isinstance(kernel_or_repo, str) and "/" in kernel_or_repo:
+            return _of_repository(kernel_or_repo)
+        return self.catalog.get(kernel_or_repo)
+
     def _ask(
         self,
-        kernel: str | type,
+        manifest: Manifest,
         version: int | None,
         revision: str | None,
         backend: str | None,
         fallback: Fallback | None,
-        *,
-        repositories: bool = False,
-    ) -> _Ask:
+    ) -> Ask:
+        if version is not None and (type(version) is not int or version < 0):
+            raise RequestError(f"version={version!r} was given", "A version is a whole number, such as version=1.")
+        if revision is not None and re.fullmatch(r"\S+", str(revision)) is None:
+            raise RequestError(f"revision={revision!r} was given", "A revision is a branch, a tag or a commit.")
         if version is not None and revision is not None:
             raise RequestError(f"version={version} and revision={revision!r} were both given", "Pass one of them.")
-        if fallback is not None and fallback not in get_args(Fallback):
+        if backend is not None and not isinstance(backend, str):
+            raise RequestError(f"backend={backend!r} was given", "A backend is a name, such as cpu or cuda.")
+        if fallback is not None and fallback not in list(get_args(Fallback)):
             raise RequestError(f"fallback={fallback!r} was given", 'It is "reference", "error", or left out.')
-        if repositories and isinstance(kernel, str) and "/" in kernel:
-            manifest = Manifest.from_table({"name": "repository", "repo": kernel, "revision": "main"}, kernel)
-        else:
-            manifest = self.catalog.get(kernel)
         if version is not None or revision is not None:
             manifest = replace(manifest, version=version, revision=revision)
-        return _Ask(manifest=manifest, backend=backend, fallback=fallback or self.settings.fallback)
+        return Ask(manifest=manifest, backend=backend, fallback=fallback or self.settings.fallback)
 
-    def _load(self, ask: _Ask) -> Any:  # noqa: ANN401 - load_kernel has the types
+    def _load(self, ask: Ask) -> Any:  # noqa: ANN401 - load_kernel has the types
+        choice = None
         try:
-            return self._bring(ask.manifest, self._choose(ask))
-        except NoCompatibleBuild:
-            raise
+            choice = self._chooser.choose(ask, self.host)
+            return self._bring(ask, choice)
         except KernelLoaderError as error:
-            if ask.fallback != "reference" or ask.manifest.reference is None:
+            has_another = ask.manifest.reference is not None and not (choice and choice.reference)
+            if ask.fallback != "reference" or not has_another:
                 raise
             warning = f"failed, and the slow reference is used instead. {error}"
-            resolved = self._resolve_reference(ask.manifest, self.host.select(ask.backend))
-            return self._bring(ask.manifest, _reference(resolved, str(error), warning))
+            return self._bring(ask, self._chooser.reference(ask, self.host, str(error), warning))
 
-    def _choose(self, ask: _Ask) -> _Choice:
-        """The build to load: the best that fits, or the reference where none does."""
-        manifest = ask.manifest
-        resolved = self._resolve(ask, self.host)
-        chosen = resolved.resolution.chosen
-        if chosen is not None:
-            fits = sum(verdict.status == "accepted" for verdict in resolved.resolution.verdicts)
-            why = f"the best of {fits} builds that fit" if fits > 1 else "the only build that fits"
-            doubts = "; ".join(reason.message for reason in chosen.reasons)
-            warning = f"uses {chosen.name}, which may not run on this host: {doubts}." if doubts else ""
-            return _Choice(resolved=resolved, build=chosen, reference=False, why=doubts or why, warning=warning)
-        error = NoCompatibleBuild(resolved.resolution.repo, resolved.resolution)
-        if ask.fallback == "error" or manifest.reference is None:
-            raise error
-        reference = self._resolve_reference(manifest, resolved.resolution.host)
-        return _reference(reference, error.problem, f"uses the slow reference. {error}" if manifest.repo else "")
+    def _load_module(self, ask: Ask, allowed: bool | frozenset[str]) -> ModuleType:  # noqa: FBT001 - as the caller's
+        choice = self._chooser.choose(ask, self.host)
+        self._admit(ask, choice, allowed)
+        return self._import(ask, choice)[0]
 
-    def _resolve(self, ask: _Ask, host: Host) -> _Resolved:
-        """What fits a host, and where it is."""
-        manifest, host = ask.manifest, host.select(ask.backend)
-        resolved = self._resolve_builds(ask, host)
-        if resolved.resolution.chosen is not None or manifest.reference is None:
-            return resolved
-        reference = self._resolve_reference(manifest, host).resolution
-        return replace(resolved, resolution=replace(resolved.resolution, reference=reference))
-
-    def _resolve_builds(self, ask: _Ask, host: Host) -> _Resolved:
-        manifest, request = ask.manifest, ask.request
-        if request is None:
-            return _Resolved(Resolution(manifest.name, host, note="it has reference builds alone"))
-        if manifest.name in self._disabled:
-            return _Resolved(Resolution(str(request), host, note="it is disabled by KERNEL_LOADER_DISABLE"))
-        excluded = bool(manifest.backends) and host.backend.kind not in manifest.backends
-        # A directory that the user names is looked at all the same: it may hold more than what is published.
-        found = self._find(request, [source for source in self._sources if source.is_local or not excluded])
-        if found is None and excluded:
-            note = f"it is for {', '.join(manifest.backends)}, and this host computes on {host.backend.kind}"
-            return _Resolved(Resolution(str(request), host, note=note))
-        if found is None:
-            raise _nowhere(request)
-        source, listing = found
-        resolution = choose(
-            listing.names,
-            host,
-            repo=str(request),
-            requires=manifest.requires,
-            read_metadata=functools.partial(source.metadata, listing),
-            strict=self.settings.strict,
-        )
-        return _Resolved(resolution, source, listing)
-
-    def _find(self, request: Request, sources: Sequence[Source]) -> tuple[Source, Listing] | None:
-        for source in sources:
-            if (listing := source.listing(request)) is not None:
-                return source, listing
-        return None
-
-    def _resolve_reference(self, manifest: Manifest, host: Host) -> _Resolved:
-        assert manifest.reference is not None, "only asked for kernels that have one"
-        source = places.embedded()
-        listing = source.listing(Request(repo=manifest.reference))
-        if listing is None:
-            advice = "The package is incomplete: install it again."
-            raise SourceError(
-                f"registry/{manifest.reference}", f"the reference of {manifest.name} is not there", advice
-            )
-        read = functools.partial(source.metadata, listing)
-        repo = f"registry/{manifest.reference}"
-        return _Resolved(choose(listing.names, host, repo=repo, read_metadata=read), source, listing)
-
-    def _bring(self, manifest: Manifest, choice: _Choice) -> Any:  # noqa: ANN401 - load_kernel has the types
-        """Fetch, verify, import and bind a build."""
-        if choice.warning:
-            self._warn(manifest, choice.warning)
-        cls = bundle_class(manifest)
-        source, listing, metadata = choice.resolved.source, choice.resolved.listing, choice.build.metadata
-        assert source is not None, "a build is chosen from a source"
-        assert listing is not None, "a build is chosen from a listing"
-        assert metadata is not None, "a build is chosen by what its metadata says"
-        directory = source.fetch(listing, choice.build.name)
-        digest = verify(directory, metadata)
-        origin = Origin(
-            kernel=manifest.name,
-            source=source.kind,
-            repo=listing.repo,
-            revision=listing.revision,
-            variant=choice.build.name,
-            digest=digest,
-            path=directory,
-            reference=choice.reference,
-            why=choice.why,
-        )
-        name = module_name(listing.repo, metadata, digest)
-        module = import_build(package_directory(directory, metadata), name, origin)
-        bundle = bind(module, cls, manifest, origin)
-        LEDGER.record(module, origin)
-        LEDGER.record(bundle, origin)
-        logger.debug("%s: loaded %s from %s", manifest.name, origin.variant, origin.where)
+    def _bring(self, ask: Ask, choice: Choice) -> Any:  # noqa: ANN401 - load_kernel has the types
+        """Trust, fetch, import and bind a build."""
+        assert ask.bundle is not None, "only asked for bundles"
+        self._admit(ask, choice)
+        module, origin = self._import(ask, choice)
+        bundle = bind(module, ask.bundle, ask.manifest, origin)
+        LEDGER.record_bundle(bundle, origin)
         return bundle
 
+    def _admit(self, ask: Ask, choice: Choice, allowed: bool | frozenset[str] = False) -> None:  # noqa: FBT001, FBT002
+        if ask.request is not None and not choice.source.is_local:
+            self._gate.admit(ask.request, named=not ask.manifest.is_anonymous, allowed=allowed)
+
+    def _import(self, ask: Ask, choice: Choice) -> tuple[ModuleType, Origin]:
+        """Fetch a build, with those that it depends on, and import it once."""
+        if choice.warning:
+            self._warn(ask.manifest, choice.warning)
+        metadata = choice.build.metadata
+        assert metadata is not None, "a build is chosen by what its metadata says"
+        fetched = choice.source.fetch(choice.listing, choice.build.name)
+        origin = _origin(ask.manifest, choice, fetched)
+        name = module_name(choice.listing.repo, metadata, fetched.digest)
+        package = package_directory(fetched.path, metadata)
+        module = import_build(package, name, origin, self._dependencies(metadata))
+        choice.source.hold(fetched)
+        LEDGER.record_module(name, origin)
+        logger.debug("%s: loaded %s from %s", ask.manifest.name, origin.variant, origin.where)
+        return module, origin
+
+    def _dependencies(self, metadata: Metadata) -> dict[str, ModuleType]:
+        """The kernels that a build names as its dependencies, loaded."""
+        if not metadata.kernel_depends:
+            return {}
+        return {
+            needed.repo_id: self.load_module(needed.repo_id, version=needed.version, revision=needed.revision)
+            for needed in metadata.kernel_depends
+        }
+
+    def _prefetched(self, ask: Ask, choice: Choice, name: str, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: FBT001
+        self._admit(ask, choice, allowed)
+        fetched = choice.source.fetch(choice.listing, name)
+        return Prefetched(
+            kernel=ask.manifest.name,
+            variant=name,
+            digest=fetched.digest,
+            path=fetched.path,
+            reference=choice.reference,
+        )
+
     def _warn(self, manifest: Manifest, message: str) -> None:
-        """One warning a kernel: a model that asks in every layer says it once."""
-        if manifest.name not in self._warned:
-            self._warned.add(manifest.name)
+        """One warning of a kind for each kernel: a model asks in every layer. The first sentence tells the kind."""
+        kind = (manifest.name, message.partition(".")[0])
+        if kind not in self._warned:
+            self._warned.add(kind)
             logger.warning("%s %s", manifest.name, message)
 
 
-# --- module-level functions over a default loader -----------------------------------------------------------------
-
-# torch.compile traces load_kernel. What it can read is a plain dict, and what it can leave alone is a step that is
-# marked constant; so the bundles of the default loader lie in a dict of the module, and nothing else does.
-_BUNDLES: Final[dict[tuple[object, ...], Any]] = {}
-_DEFAULT: Final[list[KernelLoader]] = []
-_DEFAULT_LOCK: Final = threading.Lock()
+def _checked(host: object) -> Host:
+    if not isinstance(host, Host):
+        raise RequestError(f"host={host!r} was given", "Pass a Host: Host.from_json reads a description.")
+    return host
 
 
-def default_loader() -> KernelLoader:
-    """The loader behind the module-level functions, made from the environment when it is first needed."""
-    with _DEFAULT_LOCK:
-        if not _DEFAULT:
-            _DEFAULT.append(KernelLoader())
-        return _DEFAULT[0]
+def _name_of(key: Ask | tuple[Ask, object]) -> str:
+    ask = key[0] if isinstance(key, tuple) else key
+    return str(ask.request or ask.manifest.name)
 
 
-def reset() -> None:
-    """Forget the default loader: the next call reads the environment and looks at the machine again.
-
-    Modules that were imported stay imported.
-    """
-    with _DEFAULT_LOCK:
-        _DEFAULT.clear()
-        _BUNDLES.clear()
+def _of_repository(repo: str) -> Manifest:
+    """A manifest for a repository that has no name here."""
+    if re.fullmatch(REPO, str(repo), re.ASCII) is None:
+        raise RequestError(f"{repo!r} is no repository id", "It is organisation/name.")
+    return Manifest(name=repo, repo=repo, revision="main", file=repo, is_anonymous=True)
 
 
-def _load_bundle(key: tuple[Any, ...]) -> bool:
-    if key not in _BUNDLES:
-        kernel, version, revision, backend, fallback = key
-        loaded = default_loader().load(kernel, version=version, revision=revision, backend=backend, fallback=fallback)
-        _BUNDLES[key] = loaded
-    return True
+def _allowed(trust_remote_code: bool | Collection[str]) -> bool | frozenset[str]:  # noqa: FBT001
+    return trust_remote_code if isinstance(trust_remote_code, bool) else frozenset(trust_remote_code)
 
 
-# What torch._dynamo.assume_constant_result sets, without importing torch.
-_load_bundle._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - Dynamo reads this name
-
-
-@overload
-def load_kernel(
-    kernel: Literal["finegrained_fp8", "finegrained-fp8"],
-    *,
-    version: int | None = None,
-    revision: str | None = None,
-    backend: str | None = None,
-    fallback: Fallback | None = None,
-) -> FineGrainedFP8: ...
-@overload
-def load_kernel(
-    kernel: type[_Bundle],
-    *,
-    version: int | None = None,
-    revision: str | None = None,
-    backend: str | None = None,
-    fallback: Fallback | None = None,
-) -> _Bundle: ...
-@overload
-def load_kernel(
-    kernel: str,
-    *,
-    version: int | None = None,
-    revision: str | None = None,
-    backend: str | None = None,
-    fallback: Fallback | None = None,
-) -> Any: ...  # noqa: ANN401 - a kernel that only the user's manifests know
-def load_kernel(
-    kernel: str | type,
-    *,
-    version: int | None = None,
-    revision: str | None = None,
-    backend: str | None = None,
-    fallback: Fallback | None = None,
-) -> Any:
-    """Load a named kernel: the build that fits this machine, verified and imported once, as a frozen dataclass.
-
-    Threads that ask at the same time get one object, and the kernel's code runs once. Works inside `torch.compile`,
-    cold and warm, without a graph break.
-
-    Args:
-        kernel: a registered name ("finegrained_fp8" and "finegrained-fp8" are the same) or a bundle class.
-        version: version of the kernel's repository, instead of the manifest's.
-        revision: branch, tag or commit, instead of a version.
-        backend: "cpu", or the backend of this machine's torch, which is also the default.
-        fallback: "reference" takes the slow reference, with a warning, when a build fits but cannot be had or fails;
-            "error" refuses the reference even where no build fits. By default failures raise, and where nothing fits
-            the reference is the best build there is.
-
-    Raises:
-        UnknownKernel: no manifest has that name.
-        NoCompatibleBuild: no build fits, and the reference is refused or there is none.
-        SourceError, IntegrityError, KernelImportError: a build fits and could not be had, or failed.
-        MissingEntrypoints: the build lacks symbols; all of them are named.
-        ManifestError, MetadataError, RequestError, SettingsError: something that was written cannot be read.
-    """
-    key = (kernel, version, revision, backend, fallback)
-    _load_bundle(key)
-    return _BUNDLES[key]
-
-
-def resolve(
-    kernel_or_repo: str | type,
-    *,
-    version: int | None = None,
-    revision: str | None = None,
-    backend: str | None = None,
-    host: Host | None = None,
-) -> Resolution:
-    """Which build of a kernel a machine would take, and why. May list builds and read metadata; never fetches one.
-
-    Args:
-        kernel_or_repo: a registered name, a bundle class, or a repository id ("org/name").
-        version: as in `load_kernel`.
-        revision: as in `load_kernel`.
-        backend: as in `load_kernel`.
-        host: the machine; this one by default.
-
-    Raises:
-        As `load_kernel`, apart from what only loading can raise. That nothing fits is an answer, not an error.
-    """
-    return default_loader().resolve(kernel_or_repo, version=version, revision=revision, backend=backend, host=host)
-
-
-def can_load(
-    kernel_or_repo: str | type,
-    *,
-    version: int | None = None,
-    revision: str | None = None,
-    backend: str | None = None,
-    fallback: Fallback | None = None,
-) -> bool:
-    """Whether a build, or under the same rules the reference, fits this machine. Never fetches, imports, or raises.
-
-    With `fallback="error"` the reference does not count.
-    """
-    return default_loader().can_load(
-        kernel_or_repo, version=version, revision=revision, backend=backend, fallback=fallback
+def _origin(manifest: Manifest, choice: Choice, fetched: Fetched) -> Origin:
+    return Origin(
+        kernel=manifest.name,
+        source=choice.source.kind,
+        repo=choice.listing.repo,
+        revision=choice.listing.revision,
+        commit=choice.listing.commit,
+        variant=choice.build.name,
+        digest=fetched.digest,
+        path=fetched.path,
+        reference=choice.reference,
+        why=choice.why,
     )
-
-
-def origin(loaded: object) -> Origin:
-    """Where a bundle, or the module of a kernel, is from.
-
-    Raises:
-        RequestError: the object was not loaded by this package.
-    """
-    found = LEDGER.find(loaded)
-    if found is None:
-        detail = f"{type(loaded).__name__} object was not loaded by kernel_loader"
-        raise RequestError(detail, "Pass what load_kernel returned.")
-    return found
-
-
-def loaded_kernels() -> tuple[Origin, ...]:
-    """The origin of every build that is loaded in this process, in the order of loading."""
-    return LEDGER.modules()

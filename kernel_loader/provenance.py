@@ -12,9 +12,10 @@ class Origin:
 
     Attributes:
         kernel: the registered name.
-        source: kind of place that the build came from: "embedded" or "local".
+        source: kind of place that the build came from: "embedded", "local" or "hub".
         repo: repository id; for embedded builds, the directory below registry/.
         revision: version or revision that was asked for, such as "v4"; None where the source has no revisions.
+        commit: where the revision stood.
         variant: name of the build.
         digest: sha256 over the build's files, in hexadecimal.
         path: directory of the build.
@@ -26,6 +27,7 @@ class Origin:
     source: str
     repo: str
     revision: str | None
+    commit: str | None = None
     variant: str
     digest: str
     path: Path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kernel_loader import loader
+from kernel_loader import api
 from kernel_loader.host import Host
 from kernel_loader.loader import KernelLoader
 from kernel_loader.settings import Settings
@@ -18,13 +18,16 @@ from tests.builds import CPU_HOST, NO_ACCELERATOR, write_build, write_manifest
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No setting of the developer's reaches a test, and no default loader outlives one."""
     for variable in [v for v in os.environ if v.startswith("KERNEL_LOADER_") or v == "LOCAL_KERNELS"]:
         monkeypatch.delenv(variable)
-    loader.reset()
+    # No test asks the real Hub, or sees what the developer has stored.
+    monkeypatch.setenv("KERNEL_LOADER_OFFLINE", "1")
+    monkeypatch.setenv("KERNEL_LOADER_CACHE", str(tmp_path_factory.getbasetemp() / "store"))
+    api.reset()
     yield
-    loader.reset()
+    api.reset()
 
 
 @pytest.fixture
@@ -56,7 +59,8 @@ class Workshop:
 
     def loader(self, host: Host = CPU_HOST, **settings: object) -> KernelLoader:
         """A loader for the kernels made so far."""
-        return KernelLoader(Settings(local=dict(self.local), manifests=(self.manifests,), **settings), host)
+        own = {"local": dict(self.local), "manifests": (self.manifests,), "cache": self.root / "store", "offline": True}
+        return KernelLoader(Settings(**(own | settings)), host)
 
 
 @pytest.fixture

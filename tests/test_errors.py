@@ -12,7 +12,9 @@ import kernel_loader
 from kernel_loader import errors
 from kernel_loader.errors import (
     AbiMismatch,
+    CyclicDependency,
     HostError,
+    HubUnavailable,
     IntegrityError,
     KernelImportError,
     KernelLoaderError,
@@ -21,10 +23,15 @@ from kernel_loader.errors import (
     MissingDependency,
     MissingEntrypoints,
     NoCompatibleBuild,
+    NotCached,
+    RepositoryMissing,
     RequestError,
     SettingsError,
     SourceError,
+    StoreError,
+    TrustError,
     UnknownKernel,
+    UnknownVersion,
     VariantError,
 )
 from kernel_loader.host import Host, HostDevice
@@ -68,6 +75,16 @@ SAMPLES = [
     UnknownKernel("xyz"),
     NoCompatibleBuild("activation", Resolution("org/activation", HOST, (REJECTED,))),
     NoCompatibleBuild("activation", Resolution("org/activation", HOST, note="it is empty")),
+    NoCompatibleBuild("activation", Resolution("org/activation", HOST, (REJECTED,)), 7),
+    UnknownKernel("org/activation"),
+    UnknownVersion("org/activation", "v9", (1, 2)),
+    UnknownVersion("org/activation", "v9", ()),
+    NotCached("org/activation@v1"),
+    HubUnavailable("org/activation@v1", "the Hub answers 503", "Try again later."),
+    RepositoryMissing("org/activation@v1", "the Hub does not know it", "Check the name."),
+    TrustError("org/activation@v1", "its publisher is not trusted"),
+    StoreError("/cache", "there is no space left", "Free space."),
+    CyclicDependency(("org/a@v1", "org/b@v1", "org/a@v1")),
     SourceError("/nowhere", "it is not there", "Look at the path."),
     IntegrityError("/build", tuple(f"file{i}.py is missing" for i in range(9))),
     KernelImportError("activation", ORIGIN, "no\nsuch\r\nthing"),
@@ -137,6 +154,8 @@ def test_the_text_follows_the_fields(error: KernelLoaderError) -> None:
     for field in dataclasses.fields(changed):
         if isinstance(getattr(changed, field.name), str):
             setattr(changed, field.name, f"<{field.name}>")
+        elif isinstance(getattr(changed, field.name), tuple):
+            setattr(changed, field.name, (f"<{field.name}>",))
     assert str(changed) != str(error)
 
 

@@ -227,12 +227,13 @@ def test_a_library_that_does_not_fit_this_machine_is_an_abi_mismatch(tmp_path, b
     if damage == "other cpu":
         content[18:20] = b"\xb7\x00" if content[18] != 0xB7 else b"\x3e\x00"  # e_machine: AArch64, or x86-64
     elif damage == "truncated":
-        del content[40:]
+        del content[40:]  # inside the header
     else:
         content = bytearray(b"not a library" * 100 if damage == "garbage" else b"")
     with_library(tmp_path, bytes(content))
     before = loaded()
-    with pytest.raises(AbiMismatch, match="ext.abi3.so"):
+    said = {"other cpu": "it was built for", "truncated": "cut short", "garbage": "no ELF", "empty": "no ELF"}[damage]
+    with pytest.raises(AbiMismatch, match=f"ext.abi3.so: .*{said}"):
         bring({"__init__.py": "from . import ext"})
     assert loaded() == before
 
@@ -263,3 +264,64 @@ def test_a_build_that_vanishes_is_an_error_of_our_tree(tmp_path, bring):
     shutil.rmtree(build)
     with pytest.raises(SourceError):
         verify(build, Metadata())
+
+
+def test_bytecode_of_an_old_layout_is_never_taken_for_the_package(tmp_path):
+    build = write_build(tmp_path / "k", "torch-universal", {"zzz/__init__.py": "", "__pycache__/__init__.py": "evil"})
+    (build / "__init__.py").unlink()
+    assert package_directory(build, Metadata()) == build / "zzz"
+
+
+@pytest.mark.parametrize("name", ["../../outside", "a.b", "__pycache__", "/tmp"])
+def test_a_name_in_the_metadata_leads_to_nothing_outside_the_build(tmp_path, name):
+    build = write_build(tmp_path / "k", "torch-universal")
+    (build / "__init__.py").unlink()
+    write_build(tmp_path, "outside")
+    with pytest.raises(SourceError, match="no __init__"):
+        package_directory(build, Metadata(name=name))
+
+
+def test_several_packages_need_one_of_the_kernels_name(tmp_path):
+    build = write_build(tmp_path / "k", "torch-universal", {"a/__init__.py": "", "b/__init__.py": ""})
+    (build / "__init__.py").unlink()
+    assert package_directory(build, Metadata(name="b")) == build / "b"
+    with pytest.raises(SourceError, match="several packages"):
+        package_directory(build, Metadata())
+
+
+def test_what_is_imported_is_what_was_verified_last(describe, tmp_path):
+    broken = "raise RuntimeError('not yet')"
+    with pytest.raises(KernelImportError):
+        import_build(*describe({"__init__.py": broken}, where="first"))
+    (tmp_path / "first/k/build/torch-universal/__init__.py").write_text(
+        "raise SystemExit('changed after it was verified')"
+    )
+    with pytest.raises(KernelImportError, match="not yet"):
+        import_build(*describe({"__init__.py": broken}, where="second"))
+
+
+def test_a_build_that_ends_the_process_is_a_failed_import(bring):
+    with pytest.raises(KernelImportError, match="SystemExit: 3"):
+        bring({"__init__.py": "import sys; sys.exit(3)"})
+
+
+def test_a_missing_module_of_an_installed_package_is_no_missing_dependency(bring):
+    with pytest.raises(KernelImportError) as caught:
+        bring({"__init__.py": "import json.no_such_module"})
+    assert not isinstance(caught.value, MissingDependency)
+
+
+@pytest.mark.needs_compiler
+def test_a_library_that_was_cut_short_does_not_end_the_process(tmp_path, bring, extension):
+    whole = extension.read_bytes()
+    for kept in (len(whole) // 2, len(whole) // 4, 100):
+        with_library(tmp_path, whole[:kept], name=f"k{kept}")
+        with pytest.raises(AbiMismatch, match="cut short"):
+            bring({"__init__.py": "from . import ext"}, name=f"k{kept}")
+
+
+def test_a_process_that_cannot_find_the_build_of_an_object_is_told_what_it_lacks(bring):
+    data = pickle.dumps(bring({"__init__.py": "class Point: pass"}).Point())
+    script = "import pickle, sys; pickle.load(sys.stdin.buffer)"
+    run = subprocess.run([sys.executable, "-c", script], input=data, capture_output=True, timeout=60, check=False)
+    assert b"Give it the environment of the process that loaded the kernel" in run.stderr

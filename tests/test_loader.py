@@ -18,6 +18,7 @@ from kernel_loader.errors import (
     KernelLoaderError,
     MetadataError,
     NoCompatibleBuild,
+    NotCached,
     RequestError,
     SourceError,
     UnknownKernel,
@@ -205,7 +206,7 @@ def test_a_directory_of_the_users_is_looked_at_even_where_the_manifest_excludes_
 def test_a_disabled_kernel_is_its_reference(workshop):
     write_build(refers(workshop), "torch-universal", {"__init__.py": "raise SystemExit"})
     bundle = workshop.loader(disable=frozenset({"my-kernel"})).load("my_kernel")
-    assert "disabled by KERNEL_LOADER_DISABLE" in kernel_loader.origin(bundle).why
+    assert "it is disabled here, by KERNEL_LOADER_DISABLE" in kernel_loader.origin(bundle).why
 
 
 # --- a build fits and fails: the user must know -------------------------------------------------------------------
@@ -264,8 +265,10 @@ def test_the_reference_can_be_accepted_instead_with_a_warning(workshop, damage, 
 def test_a_repository_that_no_source_has_raises_and_says_how_to_name_one(workshop):
     refers(workshop)
     workshop.local.clear()
-    with pytest.raises(SourceError, match="KERNEL_LOADER_LOCAL=org/my-kernel=DIRECTORY"):
+    with pytest.raises(NotCached, match="KERNEL_LOADER_LOCAL=repository=DIRECTORY"):
         workshop.loader().load("my_kernel")
+    with pytest.raises(SourceError, match="KERNEL_LOADER_LOCAL=org/my-kernel=DIRECTORY"):
+        KernelLoader(Settings(manifests=(workshop.manifests,)), CPU_HOST, sources=[]).load("my_kernel")
 
 
 def test_bytes_that_were_not_published_never_run(workshop, tmp_path):
@@ -283,7 +286,7 @@ def test_bytes_that_were_not_published_never_run(workshop, tmp_path):
 
 def test_a_reference_that_fails_is_not_hidden_by_another(workshop):
     workshop.kernel("my_kernel", repo=None, version=None, reference="no-such-kernel")
-    with pytest.raises(SourceError, match="install it again"):
+    with pytest.raises(SourceError, match="neither beside its manifest nor in this package"):
         workshop.loader().load("my_kernel")
 
 
@@ -402,3 +405,230 @@ def test_a_source_that_costs_network_is_not_asked_where_the_manifest_excludes_th
     assert kernel_loader.origin(loader.load("my_kernel")).reference
     with pytest.raises(AssertionError, match="asked"):
         KernelLoader(settings, GPU_HOST, sources=[remote]).load("my_kernel")
+
+
+# --- calls that need each other ------------------------------------------------------------------------------------
+
+
+def test_a_module_that_loads_a_kernel_may_define_its_bundle(workshop, tmp_path, monkeypatch):
+    # One thread imports the module, another asks for the kernel: neither waits for the other forever.
+    workshop.simple("doubler", bundle="own_bundle:Own")
+    (tmp_path / "own_bundle.py").write_text(
+        "import dataclasses, meeting_place\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Own:\n    double: object\n"
+        "meeting_place.imported.set()\n"
+        "meeting_place.asked.wait(10)\n"
+        "KERNEL = meeting_place.loader.load('doubler')\n"
+    )
+    (tmp_path / "meeting_place.py").write_text(
+        "import threading\nimported, asked = threading.Event(), threading.Event()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import meeting_place
+
+    meeting_place.loader = workshop.loader()
+    results = []
+
+    def imports():
+        import own_bundle
+
+        results.append(own_bundle.KERNEL)
+
+    def asks():
+        meeting_place.imported.wait(10)
+        meeting_place.asked.set()
+        results.append(meeting_place.loader.load("doubler"))
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (imports, asks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(results) == 2
+    assert results[0] is results[1]
+
+
+def loads_another(other):
+    return f"import kernel_loader\nkernel_loader.load_kernel({other!r})\ndef double(x): return x"
+
+
+@pytest.fixture
+def shared(workshop, monkeypatch, cpu_machine):
+    """The default loader sees the workshop."""
+
+    def apply():
+        import os
+
+        local = os.pathsep.join(f"{repo}={path}" for repo, path in workshop.local.items())
+        monkeypatch.setenv("KERNEL_LOADER_LOCAL", local)
+        monkeypatch.setenv("KERNEL_LOADER_MANIFESTS", str(workshop.manifests))
+
+    return apply
+
+
+def test_a_kernel_that_loads_itself_is_refused(workshop, shared):
+    workshop.simple("one", loads_another("one"))
+    shared()
+    with pytest.raises(KernelImportError, match="in a circle: org/one@v1 -> org/one@v1"):
+        kernel_loader.load_kernel("one")
+
+
+def test_kernels_that_load_each_other_are_refused(workshop, shared):
+    workshop.simple("one", loads_another("two"))
+    workshop.simple("two", loads_another("one"))
+    shared()
+    with pytest.raises(KernelImportError, match="org/one@v1 -> org/two@v1 -> org/one@v1"):
+        kernel_loader.load_kernel("one")
+
+
+def test_two_threads_whose_kernels_load_each_other_do_not_wait_forever(workshop, shared):
+    meet = "import kernel_loader.once as o\no.MEETING.wait(10)\n"
+    workshop.simple("one", meet + loads_another("two"))
+    workshop.simple("two", meet + loads_another("one"))
+    shared()
+    from kernel_loader import once
+
+    once.MEETING = threading.Barrier(2)
+    outcomes = []
+
+    def work(name):
+        try:
+            kernel_loader.load_kernel(name)
+            outcomes.append("loaded")
+        except KernelLoaderError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    del once.MEETING
+    assert len(outcomes) == 2
+    assert any("in a circle" in outcome for outcome in outcomes)
+
+
+# --- bundle classes -------------------------------------------------------------------------------------------------
+
+
+def test_a_class_of_ones_own_is_what_comes_back(cpu_machine):
+    @dataclasses.dataclass(frozen=True)
+    class Half:
+        __kernel__ = "finegrained_fp8"
+
+        fp8_matmul: object
+        comment: str = "mine"
+
+    half = kernel_loader.load_kernel(Half)
+    assert type(half) is Half
+    assert half.comment == "mine"
+    assert half.fp8_matmul is kernel_loader.load_kernel("finegrained_fp8").fp8_matmul
+
+
+def test_a_class_that_is_defined_again_under_its_name_is_another_class(workshop):
+    workshop.simple("doubler")
+    loader = workshop.loader()
+    again = dataclasses.make_dataclass("Doubler", ["double"], frozen=True, namespace={"__kernel__": Doubler.__kernel__})
+    assert type(loader.load(Doubler)) is Doubler
+    assert type(loader.load(again)) is again
+
+
+# --- arguments that mean nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"version": "1"},
+        {"version": -1},
+        {"version": True},
+        {"version": 1.0},
+        {"revision": ""},
+        {"revision": "a b"},
+        {"backend": 3},
+    ],
+)
+def test_an_argument_of_another_kind_is_a_wrong_request(workshop, arguments):
+    workshop.simple("my_kernel")
+    with pytest.raises(RequestError):
+        workshop.loader().load("my_kernel", **arguments)
+
+
+@pytest.mark.parametrize("arguments", [(["x"],), ({},)])
+def test_what_cannot_be_a_name_is_a_wrong_request(arguments):
+    with pytest.raises(RequestError, match="Pass a name or a bundle class"):
+        kernel_loader.load_kernel(*arguments)
+
+
+def test_a_host_must_be_a_host(cpu_machine):
+    with pytest.raises(RequestError, match="Pass a Host"):
+        kernel_loader.resolve("finegrained_fp8", host="h200.json")
+
+
+def test_a_directory_of_another_version_is_used_with_a_warning(workshop, caplog):
+    workshop.simple("my_kernel")
+    assert workshop.loader().load("my_kernel", version=2).double(1) == 2
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "uses version 1 from local org/my-kernel, and version 2 was asked for" in record.getMessage()
+
+
+def test_can_load_follows_the_fallback_rule_of_load(workshop):
+    damage_metadata(write_build(refers(workshop), "torch-universal"))
+    assert not workshop.loader().can_load("my_kernel")
+    assert workshop.loader().can_load("my_kernel", fallback="reference")
+
+
+def test_each_kind_of_warning_is_given(workshop, caplog):
+    build = write_build(refers(workshop), "torch-cuda", backend={"type": "cuda", "archs": ["sm_90"]})
+    damage_import(build)
+    workshop.loader(GPU_HOST).load("my_kernel", fallback="reference")
+    texts = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [("may not run" in t, "used instead" in t) for t in texts] == [(True, False), (False, True)]
+
+
+def test_a_reference_may_lie_beside_the_users_manifest(workshop):
+    workshop.kernel("my_kernel", reference="mine", backends=["cuda"])
+    workshop.local.clear()
+    write_build(workshop.manifests / "registry" / "mine", "torch-universal")
+    bundle = workshop.loader().load("my_kernel")
+    assert bundle.double(21) == 42
+    assert kernel_loader.origin(bundle).reference
+
+
+def test_an_embedded_kernel_without_digests_is_refused(tmp_path):
+    from kernel_loader.sources import LocalDirectories, Request
+    from kernel_loader.sources.directory import EMBEDDED
+
+    write_build(tmp_path / "k", "torch-universal")
+    source = LocalDirectories({"k": tmp_path / "k"}, EMBEDDED)
+    with pytest.raises(IntegrityError, match="lists no digests"):
+        source.fetch(source.listing(Request(repo="k")), "torch-universal")
+
+
+def test_compiled_code_in_a_directory_of_another_name_is_refused(workshop):
+    repository = workshop.kernel("my_kernel")
+    build = write_build(repository, "torch-universal")
+    (build / "ext.so").write_bytes(b"")
+    build.rename(repository.parent / "renamed")
+    workshop.local["org/my-kernel"] = repository.parent / "renamed"
+    with pytest.raises(SourceError, match="it holds compiled code"):
+        workshop.loader().load("my_kernel")
+
+
+def test_a_relative_directory_stays_where_it_was(workshop, monkeypatch, tmp_path):
+    build = write_build(workshop.kernel("my_kernel"), "torch-universal", {"late.py": "value = 1"})
+    (build / "__init__.py").write_text("def double(x):\n    from .late import value\n    return value\n")
+    monkeypatch.chdir(build.parent)
+    workshop.local["org/my-kernel"] = Path("torch-universal")
+    bundle = workshop.loader().load("my_kernel")
+    monkeypatch.chdir(tmp_path)
+    assert bundle.double(1) == 1
+    assert kernel_loader.origin(bundle).path == build
+
+
+def test_a_bundle_that_was_pickled_still_knows_its_origin(workshop):
+    import pickle
+
+    workshop.simple("my_kernel")
+    bundle = workshop.loader().load("my_kernel")
+    assert kernel_loader.origin(pickle.loads(pickle.dumps(bundle))) == kernel_loader.origin(bundle)

@@ -1,0 +1,153 @@
+"""Commands about machines and kernels: host, list, explain, load, prefetch."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kernel_loader.cli import options
+from kernel_loader.errors import KernelLoaderError
+from kernel_loader.host import Host
+from kernel_loader.settings import Settings
+
+_VERSION: Final = re.compile(r"(?P<repo>[^@]+)@(?:(?P<version>\d{1,9})|(?P<revision>.+))", re.ASCII)
+
+
+@click.command()
+@options.as_json
+def host(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
+    """Show what this machine is, and where each fact comes from."""
+    machine = Host.detect(Settings.from_env().overrides)
+    if as_json:
+        click.echo(machine.to_json())
+        return
+    shown = [f.name for f in fields(Host) if f.name not in ("unknown", "provenance")]
+    for name in shown:
+        click.echo(f"{name:14} {_fact(machine, name):30} {machine.provenance.get(name, '')}")
+
+
+def _fact(machine: Host, name: str) -> str:
+    value = getattr(machine, name)
+    if name in machine.unknown:
+        return "unknown"
+    if name == "packages":
+        return f"{len(value)} installed"
+    if name == "devices":
+        return ", ".join(f"{d.arch} {d.name}".strip() for d in value) or "none"
+    return {None: "absent", True: "yes", False: "no"}.get(value, str(value))
+
+
+@click.command("list")
+@options.as_json
+def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
+    """List the named kernels, and the build that each would take here."""
+    from kernel_loader.api import default_loader
+
+    loader = default_loader()
+    rows = []
+    for name in loader.catalog.names():
+        row: dict[str, str | None] = {"name": name, "repo": None, "summary": ""}
+        try:
+            manifest = loader.catalog.get(name)
+            row |= {"repo": manifest.repo, "summary": manifest.summary}
+            resolution = loader.resolve(name)
+            row["build"] = resolution.chosen.name if resolution.chosen else _reference(resolution.reference)
+        except KernelLoaderError as error:
+            row["build"] = f"none: {error.problem}"
+        rows.append(row)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        lines = [row["summary"], row["repo"] or "embedded", f"here: {row['build']}"]
+        click.echo("\n".join([str(row["name"]), *(f"    {line}" for line in lines if line)]))
+
+
+def _reference(resolution: Any) -> str:  # noqa: ANN401 - a Resolution, whose module is imported only when it is needed
+    return f"{resolution.chosen.name} (reference)" if resolution is not None and resolution.chosen else "none"
+
+
+@click.command()
+@click.argument("kernel")
+@options.host
+@options.backend
+@options.as_json
+def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: bool) -> None:  # noqa: FBT001
+    """Show which build of KERNEL a machine would take, and why not the others.
+
+    KERNEL is a registered name, or a repository: org/name, org/name@3 (a version), org/name@branch-or-commit. Exits 1
+    when nothing fits, not even a reference.
+    """
+    from kernel_loader.api import default_loader
+
+    name, version, revision = _parse(kernel)
+    machine = options.read_host(host_file) if host_file else None
+    resolution = default_loader().resolve(name, version=version, revision=revision, backend=backend, host=machine)
+    click.echo(resolution.to_json() if as_json else resolution.explain())
+    reference = resolution.reference.chosen if resolution.reference else None
+    if resolution.chosen is None and reference is None:
+        raise click.exceptions.Exit(1)
+
+
+@click.command()
+@click.argument("kernel")
+@options.backend
+@click.option("--fallback", type=click.Choice(["reference", "error"]), help="What to do when no build can be had.")
+@options.as_json
+def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None:  # noqa: ANN401, FBT001
+    """Load KERNEL as a program would, and show what was loaded from where."""
+    from kernel_loader import api
+
+    name, version, revision = _parse(kernel)
+    bundle = api.load_kernel(name, version=version, revision=revision, backend=backend, fallback=fallback)
+    origin = api.origin(bundle)
+    facts = {f.name: getattr(origin, f.name) for f in fields(origin)} | {"path": str(origin.path)}
+    facts["entrypoints"] = [f.name for f in fields(bundle)]
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    for key, value in facts.items():
+        click.echo(f"{key:12} {', '.join(value) if isinstance(value, list) else value}")
+
+
+@click.command()
+@click.argument("kernels", nargs=-1, required=True)
+@options.hosts
+@click.option("--all-variants", is_flag=True, help="Every build of each repository, not only the one that fits.")
+@options.trust
+@options.as_json
+def prefetch(
+    kernels: tuple[str, ...],
+    host_files: tuple[Path, ...],
+    all_variants: bool,  # noqa: FBT001 - a flag of the command line
+    trust_remote_code: bool,  # noqa: FBT001
+    as_json: bool,  # noqa: FBT001
+) -> None:
+    """Bring the builds of KERNELS into the store, so that loading them asks nothing of the network."""
+    from kernel_loader.api import default_loader
+
+    hosts = [options.read_host(file) for file in host_files] or None
+    ready = default_loader().prefetch(
+        kernels, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code
+    )
+    if as_json:
+        click.echo(json.dumps([asdict(item) | {"path": str(item.path)} for item in ready], indent=2))
+        return
+    for item in ready:
+        click.echo(f"{item.kernel}  {item.variant}{' (reference)' if item.reference else ''}  {item.path}")
+
+
+def _parse(kernel: str) -> tuple[str, int | None, str | None]:
+    """Name or repository, version and revision of a kernel on the command line."""
+    match = _VERSION.fullmatch(kernel)
+    if match is None:
+        return kernel, None, None
+    return match["repo"], int(match["version"]) if match["version"] else None, match["revision"]
+
+
+COMMANDS: Final = (host, list_kernels, explain, load, prefetch)
