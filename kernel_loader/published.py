@@ -40,19 +40,27 @@ class PublishedBuilds:
         offline: never ask the Hub.
         refresh_after: seconds after which a version that may have moved is asked about again.
         now: the clock.
+        retries: how often a refused request is tried again where nothing here can serve instead.
     """
 
     kind = "hub"
     is_local = False
 
     def __init__(
-        self, store: Store, *, offline: bool, refresh_after: float, now: Callable[[], float] = time.time
+        self,
+        store: Store,
+        *,
+        offline: bool,
+        refresh_after: float,
+        now: Callable[[], float] = time.time,
+        retries: int = 4,
     ) -> None:
         self.index: Final = Index(store)
         self._store: Final = store
         self._offline: Final = offline
         self._refresh_after: Final = refresh_after
         self._now: Final = now
+        self._hub: Final = Hub(retries)
         self._leases: Final[dict[str, int | None]] = {}
 
     # --- what a source answers ------------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ class PublishedBuilds:
 
     def trusts(self, publisher: str) -> bool:
         """Whether the Hub marks a publisher as trusted."""
-        return Hub().trusts(publisher)
+        return self._hub.trusts(publisher)
 
     # --- the index, and what it lacks -----------------------------------------------------------------------------
 
@@ -134,10 +142,10 @@ class PublishedBuilds:
         if self._offline:
             return known or self._from_hf_cache(request) or self._not_cached(request)
         try:
-            commit = Hub(retries=0 if known else 4).commit(request)
+            commit = (Hub(retries=0) if known else self._hub).commit(request)
             if known is not None and known.commit == commit and known.names is not None:
                 return self._remember(replace(known, checked=self._now()))
-            names = Hub().names(request, commit)
+            names = self._hub.names(request, commit)
         except HubUnavailable as error:
             answer = known or self._from_hf_cache(request)
             if answer is None:
@@ -162,7 +170,7 @@ class PublishedBuilds:
     def _hub_metadata(self, entry: Entry, name: str) -> bytes | None:
         if self._offline:
             self._not_cached(entry.request)
-        return Hub().metadata(entry.request, entry.commit, name)
+        return self._hub.metadata(entry.request, entry.commit, name)
 
     def _not_cached(self, request: Request) -> Any:  # noqa: ANN401 - never returns
         raise NotCached(str(request))
@@ -188,7 +196,7 @@ class PublishedBuilds:
         cached = self._cached(entry, name)
         if cached is None:
             return None
-        listed = None if self._offline else Hub().files(entry.request, entry.commit, name)
+        listed = None if self._offline else self._hub.files(entry.request, entry.commit, name)
         with self._store.staging() as staging:
             hashes = cached.copy(staging, listed)
             if hashes is None:
@@ -200,8 +208,7 @@ class PublishedBuilds:
     def _download(self, entry: Entry, name: str) -> Fetched:
         if self._offline:
             self._not_cached(entry.request)
-        hub = Hub()
-        files = hub.files(entry.request, entry.commit, name)
+        files = self._hub.files(entry.request, entry.commit, name)
         if not files:
             raise SourceError(f"{entry.request}, {name}", "the Hub lists no file of it", "Report it to its author.")
         with self._store.staging() as staging, _progress(entry, name, files) as tell:
@@ -209,7 +216,7 @@ class PublishedBuilds:
                 directory.mkdir(parents=True, exist_ok=True)
 
             def bring(file: RemoteFile) -> tuple[str, str]:
-                return file.path, self._bring(hub, entry, name, file, staging / file.path, tell)
+                return file.path, self._bring(entry, name, file, staging / file.path, tell)
 
             with ThreadPoolExecutor(PARALLEL, thread_name_prefix="kernel-loader") as pool:
                 futures = [pool.submit(bring, file) for file in files]
@@ -220,14 +227,12 @@ class PublishedBuilds:
                     raise
             return self._publish(entry, name, staging, hashes)
 
-    def _bring(
-        self, hub: Hub, entry: Entry, name: str, file: RemoteFile, target: Path, tell: Callable[[int], object]
-    ) -> str:
+    def _bring(self, entry: Entry, name: str, file: RemoteFile, target: Path, tell: Callable[[int], object]) -> str:
         text = entry.metadata.get(name) if file.path == FILE_NAME else None
         if text is not None and file.is_content(text.encode()):
             target.write_bytes(text.encode())  # read when the build was chosen
             return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        return hub.download(entry.request, entry.commit, name, file, target, tell)
+        return self._hub.download(entry.request, entry.commit, name, file, target, tell)
 
     def _publish(self, entry: Entry, name: str, staging: Path, hashes: dict[str, str]) -> Fetched:
         metadata = parse_metadata(entry.metadata.get(name), f"{entry.request}, {name}/{FILE_NAME}")

@@ -233,10 +233,9 @@ class Hub:
 
     @contextlib.contextmanager
     def _stream(self, request: Request, commit: str, path: str) -> Iterator[Iterator[bytes]]:
-        from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-        url = hf_hub_url(request.repo, path, repo_type="kernel", revision=commit, endpoint=_endpoint())
+        url = f"{_endpoint()}/kernels/{request.repo}/resolve/{commit}/{quote(path)}"
         # Asked for as it is: a body that is compressed on the way has another length than the file.
         headers = build_hf_headers(library_name="kernel_loader") | {"Accept-Encoding": "identity"}
         with self._failures(request):
