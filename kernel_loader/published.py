@@ -98,7 +98,7 @@ class PublishedBuilds:
             if self._offline:
                 raise
             logger.warning("%s: %s It is fetched again.", entry.request, error.problem)
-            self._store.remove(entry.builds[name])
+            self._store.remove(entry.builds[name], in_use=True)
         with self._store.lock(f"{entry.request.repo}@{entry.commit}/{name}"):
             entry = self._entry(listing)  # another process may have fetched it while this one waited
             return self._stored(entry, name) or self._adopt(entry, name) or self._download(entry, name)

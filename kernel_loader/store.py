@@ -198,10 +198,13 @@ class Store:
             self._write_receipt(digest, hashes, dict(_walk(target)), receipt["sources"])
         return target, digest
 
-    def remove(self, digest: str) -> bool:
-        """Remove a build, unless a live process on this machine has it loaded. Returns whether it is gone."""
+    def remove(self, digest: str, *, in_use: bool = False) -> bool:
+        """Remove a build, unless a live process on this machine has it loaded. Returns whether it is gone.
+
+        `in_use` removes it even then: a damaged build serves nobody.
+        """
         with self._writing():
-            if not self._unused(digest):
+            if not in_use and not self._unused(digest):
                 return False
             directory = self._builds / digest[:NAME_DIGITS]
             # Renamed first: a reader sees all of a build or none.

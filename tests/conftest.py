@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session, constants
 
 from kernel_loader import api
 from kernel_loader.host import Host
 from kernel_loader.loader import KernelLoader
 from kernel_loader.settings import Settings
 from tests.builds import CPU_HOST, NO_ACCELERATOR, write_build, write_manifest
+from tests.hub import Hub
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +120,22 @@ def open_path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as hub:
+        for name, value in hub.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        # Without this, 2.x asks for /api/agent-harnesses once a process.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+        # Read at import. Most functions take the endpoint of their HfApi; 1.x asks this one for an organisation.
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        # Connections of the client's session lead to the Hub of an earlier test.
+        close_session()
+        yield hub
+        close_session()

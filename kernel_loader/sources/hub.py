@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 from kernel_loader.errors import HubUnavailable, IntegrityError, RepositoryMissing, SourceError, UnknownVersion
@@ -32,6 +32,9 @@ MAX_FILES: Final = 20_000
 TRIES: Final = 3
 
 _CHUNK: Final = 2**20
+
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class Hub:
         """
         revision = request.git_revision or "main"
         try:
-            sha = self._json(f"api/kernels/{request.repo}/revision/{quote(revision, safe='')}", request)["sha"]
+            answer = self._json(f"api/kernels/{request.repo}/revision/{quote(revision, safe='')}", request)
         except UnknownVersion as error:
             raise UnknownVersion(request.repo, revision, self.versions(request)) from error
         except RepositoryMissing as error:
@@ -93,6 +96,7 @@ class Hub:
                 raise
             detail = "the Hub has a repository of that name of type model, and kernels are of type kernel"
             raise RepositoryMissing(str(request), detail, _MODEL) from error
+        sha = answer.get("sha")
         if not isinstance(sha, str) or re.fullmatch(r"[0-9a-f]{40}", sha) is None:
             raise self._strange(request, f"its commit is {sha!r}")
         return sha
@@ -100,7 +104,7 @@ class Hub:
     def versions(self, request: Request) -> tuple[int, ...]:
         """The versions that a repository has, oldest first."""
         refs = self._json(f"api/kernels/{request.repo}/refs", request)
-        names = [branch["name"] for branch in refs["branches"]]
+        names = [str(branch.get("name")) for branch in refs.get("branches", ()) if isinstance(branch, dict)]
         return tuple(sorted(int(name[1:]) for name in names if re.fullmatch(r"v\d{1,9}", name)))
 
     def names(self, request: Request, commit: str) -> tuple[str, ...]:
@@ -123,10 +127,17 @@ class Hub:
             if not entry["path"].startswith(prefix) or not is_safe_path(path):
                 raise IntegrityError(f"{request}, {build}", (f"the Hub lists {entry['path']!r}",), _REPORT)
             if not path.endswith(".pyc"):
-                lfs = entry.get("lfs") or {}
-                files.append(RemoteFile(path, int(entry["size"]), str(entry["oid"]), lfs.get("oid")))
+                files.append(self._file(path, entry, request))
         _refuse_collisions(request, build, files)
         return tuple(sorted(files, key=lambda file: file.path))
+
+    def _file(self, path: str, entry: dict[str, Any], request: Request) -> RemoteFile:
+        lfs = entry.get("lfs") or {}
+        sha256 = lfs.get("oid") if isinstance(lfs, dict) else 0
+        size, blob = entry.get("size"), entry.get("oid")
+        if not (isinstance(size, int) and isinstance(blob, str) and isinstance(sha256, str | None)):
+            raise self._strange(request, f"{path!r} is listed in another form than is known")
+        return RemoteFile(path, size, blob, sha256)
 
     def metadata(self, request: Request, commit: str, build: str) -> bytes | None:
         """The metadata.json of a build; None when it has none.
@@ -196,8 +207,17 @@ class Hub:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def _json(self, path: str, request: Request) -> Any:  # noqa: ANN401 - JSON
-        return self._get(f"{_endpoint()}/{path}", request).json()
+    def _json(self, path: str, request: Request) -> dict[str, Any]:
+        return self._read(self._get(f"{_endpoint()}/{path}", request), dict, request)
+
+    def _read(self, response: Any, kind: type[_Kind], request: Request) -> _Kind:  # noqa: ANN401
+        try:
+            answer = response.json()
+        except (ValueError, RecursionError) as error:
+            raise self._strange(request, f"the Hub answers what is no JSON ({error})") from error
+        if not isinstance(answer, kind):
+            raise self._strange(request, "the Hub answers in another form than is known")
+        return answer
 
     def _tree(self, request: Request, commit: str, directory: str, *, recursive: bool) -> Iterator[dict[str, Any]]:
         from huggingface_hub.errors import EntryNotFoundError
@@ -210,10 +230,12 @@ class Hub:
                 response = self._get(page, request)
             except EntryNotFoundError:
                 return  # the directory is not there
-            for entry in response.json():
+            for entry in self._read(response, list, request):
                 count += 1
                 if count > MAX_FILES:
                     raise self._strange(request, f"{directory} lists more than {MAX_FILES} entries")
+                if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("type", "path")):
+                    raise self._strange(request, f"{directory} lists an entry in another form than is known")
                 yield entry
             page = response.links.get("next", {}).get("url")
 

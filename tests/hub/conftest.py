@@ -1,13 +1,12 @@
 """A Hub, the real client bound to it, and requests without any client."""
 
 import http.client
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi
 
 from tests.hub import Hub
 
@@ -20,25 +19,6 @@ class Reply:
 
 
 Raw = Callable[..., Reply]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as hub:
-        for name, value in hub.environ.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        # Without this, 2.x asks for /api/agent-harnesses once a process.
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-        # Read at import. Most functions take the endpoint of their HfApi; 1.x asks this one for an organisation.
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        # Connections of the client's session lead to the Hub of an earlier test.
-        huggingface_hub.close_session()
-        yield hub
-        huggingface_hub.close_session()
 
 
 @pytest.fixture

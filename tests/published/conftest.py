@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -19,17 +18,11 @@ from tests.hub import Hub
 REPO = "org/kernel"
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    with Hub() as hub:
-        for name, value in (hub.environ | {"HF_HOME": str(tmp_path / "hf")}).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-        huggingface_hub.close_session()
-        yield hub
-        huggingface_hub.close_session()
+@pytest.fixture(autouse=True)
+def own_hf_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The Hugging Face cache of each test is its own."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
 
 
 def files(count: int = 10, variant: str = "torch-universal", value: int = 1) -> dict[str, bytes]:
