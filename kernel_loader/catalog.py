@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -35,8 +36,8 @@ class Catalog:
 
     def __init__(self, settings: Settings) -> None:
         for directory in settings.manifests:
-            if not directory.is_dir():
-                raise SettingsError(f"{PREFIX}MANIFESTS", str(directory), "directories that are there")
+            if not os.access(directory, os.R_OK | os.X_OK) or not directory.is_dir():
+                raise SettingsError(f"{PREFIX}MANIFESTS", str(directory), "directories that are there and can be read")
         self._own = (*settings.manifests, data_directory("manifests"))
 
     def names(self) -> tuple[str, ...]:
