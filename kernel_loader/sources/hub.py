@@ -244,11 +244,7 @@ class Hub:
 
         with self._failures(request):
             response = http_backoff(
-                "GET",
-                url,
-                max_retries=self._retries,
-                headers=build_hf_headers(library_name="kernel_loader"),
-                timeout=STALL,
+                "GET", url, headers=build_hf_headers(library_name="kernel_loader"), **self._patience()
             )
             hf_raise_for_status(response)
             return response
@@ -261,12 +257,15 @@ class Hub:
         # Asked for as it is: a body that is compressed on the way has another length than the file.
         headers = build_hf_headers(library_name="kernel_loader") | {"Accept-Encoding": "identity"}
         with self._failures(request):
-            stream = http_stream_backoff(
-                "GET", url, max_retries=self._retries, headers=headers, timeout=STALL, follow_redirects=True
-            )
+            stream = http_stream_backoff("GET", url, headers=headers, follow_redirects=True, **self._patience())
             with stream as response:
                 hf_raise_for_status(response)
                 yield _body(response)
+
+    def _patience(self) -> dict[str, Any]:
+        # The 1.x line does not try again when a connection is closed without an answer.
+        broken = next(cls for cls in _http_error().__subclasses__() if cls.__name__ == "RequestError")
+        return {"max_retries": self._retries, "timeout": STALL, "retry_on_exceptions": broken}
 
     @contextlib.contextmanager
     def _failures(self, request: Request) -> Iterator[None]:

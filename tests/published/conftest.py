@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from kernel_loader.host import Host
 from kernel_loader.loader import KernelLoader
 from kernel_loader.settings import Settings
-from tests.builds import CPU_HOST
+from tests.builds import CPU_HOST, NO_ACCELERATOR
 from tests.hub import Hub
 
 REPO = "org/kernel"
@@ -59,7 +59,8 @@ class Site:
         """The environment of a process that loads from here."""
         own = {"KERNEL_LOADER_CACHE": str(self.store), "KERNEL_LOADER_MANIFESTS": str(self.manifests)}
         lifted = {"KERNEL_LOADER_OFFLINE": "0", "HF_HOME": str(self.root / "hf")}
-        return os.environ | self.hub.environ | own | lifted | more
+        host = NO_ACCELERATOR | {"KERNEL_LOADER_OVERRIDE_TORCH": "2.13.0"}  # torch itself is not needed
+        return os.environ | self.hub.environ | own | lifted | host | more
 
     def start(self, script: str, **environ: str) -> subprocess.Popen[str]:
         """A process of its own."""
