@@ -77,6 +77,7 @@ def main() -> int:
         run_script("import_time.py", "--peer", options.peer),
         run_script("resolve_speed.py"),
         run_script("warm_call.py"),
+        run_script("hub_load.py", "--peer", options.peer),
     )
     text = page(reports, options.peer, where)
     print(text)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
+from kernel_loader import __version__
 from kernel_loader.errors import HubUnavailable, IntegrityError, RepositoryMissing, SourceError, UnknownVersion
 from kernel_loader.metadata import FILE_NAME, MAX_BYTES, is_safe_path
 from kernel_loader.sources.protocol import Request
@@ -240,22 +241,20 @@ class Hub:
             page = response.links.get("next", {}).get("url")
 
     def _get(self, url: str, request: Request) -> Any:  # noqa: ANN401 - a response of whichever httpx there is
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+        from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
         with self._failures(request):
-            response = http_backoff(
-                "GET", url, headers=build_hf_headers(library_name="kernel_loader"), **self._patience()
-            )
+            response = http_backoff("GET", url, headers=_headers(), **self._patience())
             hf_raise_for_status(response)
             return response
 
     @contextlib.contextmanager
     def _stream(self, request: Request, commit: str, path: str) -> Iterator[Iterator[bytes]]:
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+        from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
 
         url = f"{_endpoint()}/kernels/{request.repo}/resolve/{commit}/{quote(path)}"
         # Asked for as it is: a body that is compressed on the way has another length than the file.
-        headers = build_hf_headers(library_name="kernel_loader") | {"Accept-Encoding": "identity"}
+        headers = _headers() | {"Accept-Encoding": "identity"}
         with self._failures(request):
             stream = http_stream_backoff("GET", url, headers=headers, follow_redirects=True, **self._patience())
             with stream as response:
@@ -319,10 +318,18 @@ def _http_error() -> type[Exception]:
     return next(base for base in HfHubHTTPError.__bases__ if base is not OSError)
 
 
-def _endpoint() -> str:
-    from huggingface_hub import HfApi
+def _headers() -> dict[str, str]:
+    # The client's own function would also look for what runs this process, and ask the Hub about it.
+    from huggingface_hub import constants, get_token
 
-    return str(HfApi().endpoint)
+    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    return {"User-Agent": f"kernel_loader/{__version__}"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
 
 
 def _body(response: Any) -> Iterator[bytes]:  # noqa: ANN401 - a response of whichever httpx there is

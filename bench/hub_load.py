@@ -1,0 +1,117 @@
+"""Loading from the Hub, cold and warm, against the peer: time, and requests.
+
+    python bench/hub_load.py --peer PATH-OF-THE-PEER'S-PYTHON [--repeats 5] [--latency 0.05]
+
+One loopback Hub serves both, every request waiting `--latency` seconds. Each load is in a fresh process that has
+imported torch before the clock starts; cold loads have empty caches. Ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+
+from report import ROOT, Report, Row, arguments, table
+
+sys.path.insert(0, str(ROOT))
+
+from tests.hub import Hub
+from tests.hub.demo import REPO_ID, publish
+
+OURS = """
+import json, time
+import torch
+begin = time.perf_counter()
+import kernel_loader
+module = kernel_loader.load_module("{repo}", version=1)
+seconds = time.perf_counter() - begin
+assert module.scale(2, 3) == 6
+print(json.dumps(seconds))
+"""
+PEER = """
+import json, time
+import torch
+begin = time.perf_counter()
+import kernels
+module = kernels.get_kernel("{repo}", version=1)
+seconds = time.perf_counter() - begin
+assert module.scale(2, 3) == 6
+print(json.dumps(seconds))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load: how long it took, and what it asked."""
+
+    seconds: float
+    requests: int
+    heads: int
+
+
+def load(hub: Hub, python: str, script: str, home: str) -> Load:
+    """Load in a fresh process whose caches are below `home`."""
+    # The peer sends no valid User-Agent where telemetry is off; both run with it, and the Hub is this machine.
+    telemetry = {"HF_HUB_DISABLE_TELEMETRY": "0"}
+    own = telemetry | {"HF_HOME": f"{home}/hf", "KERNEL_LOADER_CACHE": f"{home}/store", "PYTHONPATH": str(ROOT)}
+    hub.requests.clear()
+    done = subprocess.run(
+        [python, "-c", script.format(repo=REPO_ID)],
+        env=os.environ | hub.environ | own,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    methods = Counter(request.method for request in hub.requests)
+    return Load(json.loads(done.stdout), sum(methods.values()), methods["HEAD"])
+
+
+def measure(hub: Hub, python: str, script: str, repeats: int) -> tuple[list[Load], list[Load]]:
+    """Cold loads, each with caches of its own, and a warm load after each."""
+    cold, warm = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as home:
+            cold.append(load(hub, python, script, home))
+            warm.append(load(hub, python, script, home))
+    return cold, warm
+
+
+def median(loads: list[Load]) -> float:
+    """Median time, in seconds."""
+    return statistics.median(item.seconds for item in loads)
+
+
+def main() -> int:
+    """Measure, print, and tell whether the targets were met."""
+    parser = arguments(__doc__)
+    parser.add_argument("--peer", required=True, help="interpreter that has the peer")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds that every request waits")
+    options = parser.parse_args()
+    rows, details = [], []
+    for files, target in ((10, 0.5), (400, 0.25)):
+        with Hub(latency=options.latency) as hub:
+            publish(hub, files=files)
+            ours = measure(hub, sys.executable, OURS, options.repeats)
+            peer = measure(hub, options.peer, PEER, options.repeats)
+        for state, mine, theirs, limit in (("cold", ours[0], peer[0], target), ("warm", ours[1], peer[1], 0.02)):
+            ratio = median(mine) / median(theirs)
+            name = f"{state} load, {files} files, against the peer"
+            rows.append(Row(name, f"{ratio:.3f}", f"<= {limit}", met=ratio <= limit))
+            for who, loads in (("ours", mine), ("peer", theirs)):
+                requests, heads = loads[0].requests, loads[0].heads
+                details.append((f"{state}, {files} files", who, f"{median(loads) * 1e3:.1f} ms", requests, heads))
+    head = f"Every request waits {options.latency * 1e3:g} ms; medians of {options.repeats} fresh processes each."
+    shown = table(("load", "who", "median", "requests", "of them HEAD"), details)
+    return Report("Loading from the Hub", tuple(rows), f"{head}\n\n{shown}").emit(as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
