@@ -217,7 +217,7 @@ class Store:
     # --- leases: a build that a process has loaded is not removed under it -----------------------------------------
 
     def lease(self, digest: str) -> int | None:
-        """Hold a build for the life of this process: a shared lock on its receipt, which writes nothing.
+        """Hold a build for the life of this process: a shared lock on its directory, which writes nothing.
 
         Returns the file descriptor that holds it; None where the system has no such locks (there, files that are in
         use cannot be removed anyway).
@@ -225,7 +225,7 @@ class Store:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            descriptor = os.open(self._receipt(digest), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._builds / digest[:NAME_DIGITS], os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return descriptor
         return None
@@ -234,11 +234,13 @@ class Store:
         with contextlib.suppress(ImportError, FileNotFoundError):
             import fcntl
 
-            with self._receipt(digest).open("rb") as stream:
-                try:
-                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    return False
+            descriptor = os.open(self._builds / digest[:NAME_DIGITS], os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+            finally:
+                os.close(descriptor)
         return True
 
     # --- one process fetches, the others wait ------------------------------------------------------------------------

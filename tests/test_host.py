@@ -5,7 +5,7 @@ import json
 import pickle
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kernel_loader.errors import HostError
 from kernel_loader.host import BACKEND_KINDS, Backend, Host, HostDevice, major_minor
@@ -198,6 +198,7 @@ JSON = st.recursive(
 NAMES = sorted(field.name for field in dataclasses.fields(Host))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([*NAMES, "schema", "extra"]), JSON))
 def test_any_json_object_is_read_or_refused(facts: dict[str, object]) -> None:
     for document in (facts, BASE | facts, facts | BASE):

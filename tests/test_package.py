@@ -113,6 +113,7 @@ def test_dependencies_are_those_of_the_design():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """A wheel of the checkout."""
+    pytest.importorskip("build")
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -152,6 +153,8 @@ def test_the_kernels_of_an_installed_wheel_load(wheel, tmp_path, cpu_machine):
 
 
 def test_no_generic_name_is_importable_in_an_editable_install(tmp_path):
+    if "PYTHONPATH" in os.environ:
+        pytest.skip("the checkout itself is on the path")
     script = """
 import importlib.util as u
 print([n for n in ("registry", "manifests", "tests", "bench", "hatch_build") if u.find_spec(n)])

@@ -215,9 +215,8 @@ class Site:
         blob = repository.lfs_object(target.path) if repository else None
         if blob is None:
             refuse(404, "Not Found")
-        headers = {"ETag": f'"{blob.etag}"'}
-        if request.origin == self.endpoint:  # a client follows the Hub's own redirects even to learn the commit
-            headers["X-Repo-Commit"] = target.revision
+        # A client follows the Hub's own redirects even to learn the commit; some take two ports of a host for one origin.
+        headers = {"ETag": f'"{blob.etag}"', "X-Repo-Commit": target.revision}
         return content(blob.content, headers, request.headers.get("range"))
 
     def _file(self, request: Request, commit: Commit, path: str, blob: Blob) -> Answer:

@@ -95,9 +95,12 @@ def test_asking_the_machine_imports_no_torch_and_opens_no_cuda(run_python) -> No
         "import kernel_loader, sys\n"
         "kernel_loader.Host.detect()\n"
         "print([name for name in ('torch', 'huggingface_hub', 'numpy') if name in sys.modules])\n"
-        "print('libcuda' in open('/proc/self/maps').read() if sys.platform == 'linux' else False)"
+        "import ctypes\n"
+        "try: cuda = ctypes.CDLL('libcuda.so.1')\n"
+        "except OSError: print('not initialised')\n"  # no driver at all
+        "else: print('not initialised' if cuda.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == 3 else 'CUDA!')"
     )
-    assert run_python(code).split("\n")[:2] == ["[]", "False"]
+    assert run_python(code).split("\n")[:2] == ["[]", "not initialised"]
 
 
 def test_a_machine_without_torch_is_detected(run_python, tmp_path) -> None:

@@ -67,6 +67,7 @@ class Site:
         return subprocess.Popen(
             [sys.executable, "-c", script],
             env=self.environ(**environ),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -137,19 +137,21 @@ def test_a_complete_store_works_read_only(site, unprivileged, open_path):
 
 
 def test_a_build_that_a_live_process_has_loaded_is_not_removed(site):
-    site.run(LOAD)
     keeps = site.start(LOAD + "import sys; print('loaded', flush=True); sys.stdin.read()\n")
-    process = site.start(LOAD)
-    process.communicate(timeout=60)
-    digest = Store(site.store).all()[0].digest
-    assert keeps.stdout.readline() == "42\n"
-    assert keeps.stdout.readline() == "loaded\n"
-    assert not Store(site.store).remove(digest)
-    assert Store(site.store).find(digest)
-    keeps.kill()
-    keeps.communicate(timeout=30)
-    assert Store(site.store).remove(digest)
-    assert Store(site.store).find(digest) is None
+    try:
+        assert [keeps.stdout.readline() for _ in range(2)] == ["42\n", "loaded\n"], keeps.stderr.read()
+        (stored,) = Store(site.store).all()
+        # Another repository publishes the same content: its receipt is written anew, and the build stays held.
+        site.hub.kernel("org/twin").commit(files(), branch="v1")
+        site.loader().prefetch(["org/twin@1"], trust_remote_code=True)
+        assert len(Store(site.store).all()[0].sources) == 2
+        assert not Store(site.store).remove(stored.digest)
+        assert Store(site.store).find(stored.digest)
+    finally:
+        keeps.kill()
+        keeps.communicate(timeout=30)
+    assert Store(site.store).remove(stored.digest)
+    assert Store(site.store).find(stored.digest) is None
     assert not list((site.store / "receipts").iterdir())
 
 
