@@ -215,7 +215,7 @@ class Site:
         blob = repository.lfs_object(target.path) if repository else None
         if blob is None:
             refuse(404, "Not Found")
-        # A client follows the Hub's own redirects even to learn the commit; some take two ports of a host for one origin.
+        # A client follows the own redirects of the Hub even to learn the commit; some take two ports for one origin.
         headers = {"ETag": f'"{blob.etag}"', "X-Repo-Commit": target.revision}
         return content(blob.content, headers, request.headers.get("range"))
 
