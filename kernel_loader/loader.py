@@ -13,6 +13,7 @@ import functools
 import logging
 import re
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -223,8 +224,14 @@ class KernelLoader:
             return self._bring(ask, self._chooser.reference(ask, self.host, str(error), warning))
 
     def _load_module(self, ask: Ask, allowed: bool | frozenset[str]) -> ModuleType:  # noqa: FBT001 - as the caller's
-        choice = self._chooser.choose(ask, self.host)
-        self._admit(ask, choice, allowed)
+        assert ask.request is not None, "a module is that of a repository"
+        if ask.request.repo in self.settings.local:
+            return self._import(ask, self._chooser.choose(ask, self.host))[0]
+        # Whether its publisher is trusted is asked while its builds are listed, and answered before one is fetched.
+        with ThreadPoolExecutor(1, thread_name_prefix="kernel-loader-trust") as pool:
+            admitted = pool.submit(self._gate.admit, ask.request, named=False, allowed=allowed)
+            choice = self._chooser.choose(ask, self.host)
+            admitted.result()
         return self._import(ask, choice)[0]
 
     def _bring(self, ask: Ask, choice: Choice) -> Any:  # noqa: ANN401 - load_kernel has the types

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from kernel_loader.errors import ManifestError
@@ -167,6 +166,8 @@ def _specifier(node: Node) -> SpecifierSet:
 
 
 def _requirements(node: Node) -> tuple[str, ...]:
+    from packaging.requirements import InvalidRequirement, Requirement
+
     for item in node.items():
         try:
             Requirement(item.text())

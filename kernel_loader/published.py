@@ -13,7 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -61,6 +61,7 @@ class PublishedBuilds:
         self._refresh_after: Final = refresh_after
         self._now: Final = now
         self._hub: Final = Hub(retries)
+        self._listed: Final[dict[tuple[str, str, str], Future[tuple[RemoteFile, ...]]]] = {}
         self._leases: Final[dict[str, int | None]] = {}
 
     # --- what a source answers ------------------------------------------------------------------------------------
@@ -170,7 +171,17 @@ class PublishedBuilds:
     def _hub_metadata(self, entry: Entry, name: str) -> bytes | None:
         if self._offline:
             self._not_cached(entry.request)
+        if not self._listed:
+            # The best build by its name is nearly always the one that is fetched: its files are listed meanwhile.
+            pool = ThreadPoolExecutor(1, thread_name_prefix="kernel-loader-listing")
+            key = (entry.request.repo, entry.commit, name)
+            self._listed[key] = pool.submit(self._hub.files, entry.request, entry.commit, name)
+            pool.shutdown(wait=False)
         return self._hub.metadata(entry.request, entry.commit, name)
+
+    def _files(self, entry: Entry, name: str) -> tuple[RemoteFile, ...]:
+        listed = self._listed.pop((entry.request.repo, entry.commit, name), None)
+        return listed.result() if listed is not None else self._hub.files(entry.request, entry.commit, name)
 
     def _not_cached(self, request: Request) -> Any:  # noqa: ANN401 - never returns
         raise NotCached(str(request))
@@ -196,7 +207,7 @@ class PublishedBuilds:
         cached = self._cached(entry, name)
         if cached is None:
             return None
-        listed = None if self._offline else self._hub.files(entry.request, entry.commit, name)
+        listed = None if self._offline else self._files(entry, name)
         with self._store.staging() as staging:
             hashes = cached.copy(staging, listed)
             if hashes is None:
@@ -208,7 +219,7 @@ class PublishedBuilds:
     def _download(self, entry: Entry, name: str) -> Fetched:
         if self._offline:
             self._not_cached(entry.request)
-        files = self._hub.files(entry.request, entry.commit, name)
+        files = self._files(entry, name)
         if not files:
             raise SourceError(f"{entry.request}, {name}", "the Hub lists no file of it", "Report it to its author.")
         with self._store.staging() as staging, _progress(entry, name, files) as tell:

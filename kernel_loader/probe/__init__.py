@@ -31,7 +31,6 @@ PROBES: Final[tuple[tuple[Callable[[], Mapping[str, Fact]], tuple[str, ...]], ..
     (python.probe, ("python", "free_threaded", "packages", "tvm_ffi")),
     (torch.probe, ("torch", "cxx11_abi", "cuda", "rocm", "xpu", "cann", "metal", "neuron", "tpu")),
     (lambda: {"driver": nvidia.driver()}, ("driver",)),
-    (lambda: {"cuda_toolkit": nvidia.toolkit(os.environ)}, ("cuda_toolkit",)),
 )
 
 
@@ -45,6 +44,11 @@ def detect(overrides: Mapping[str, str]) -> Host:
     for probe, names in PROBES:
         facts |= bounded(probe, names, SECONDS)
     facts |= bounded(_devices, ("devices",), SECONDS)
+    # Only kernels for CUDA compile at run time, and asking nvcc for its version starts a process.
+    if overrides.get("CUDA", facts["cuda"].value):
+        facts |= bounded(lambda: {"cuda_toolkit": nvidia.toolkit(os.environ)}, ("cuda_toolkit",), SECONDS)
+    else:
+        facts["cuda_toolkit"] = Fact.unknown("not looked for: this torch is not for CUDA")
     for name, value in overrides.items():
         facts |= _override(name, value)
     known: dict[str, Any] = {"os": "", "cpu": ""} | {name: fact.value for name, fact in facts.items() if fact.known}

@@ -73,7 +73,7 @@ def test_a_torch_that_cannot_be_read_is_unknown_and_the_rest_is_not(run_python, 
     code = "import kernel_loader; print(kernel_loader.Host.detect().to_json())"
     host = Host.from_json(run_python(code, env={"PYTHONPATH": str(tmp_path)}))
     names = {"torch", "cxx11_abi", "cuda", "rocm", "xpu", "cann", "metal", "neuron", "tpu"}
-    assert host.unknown == names
+    assert host.unknown == names | {"cuda_toolkit"}
     assert "version.py" in host.provenance["cuda"]
 
 
@@ -81,10 +81,19 @@ def test_a_compiler_that_cannot_be_run_leaves_only_the_toolkit_unknown(run_pytho
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").write_bytes(b"\0\0")
     (tmp_path / "bin" / "nvcc").chmod(0o755)
-    code = "import kernel_loader; print(kernel_loader.Host.detect().to_json())"
+    code = "import kernel_loader; print(kernel_loader.Host.detect({'CUDA': '13.0'}).to_json())"
     host = Host.from_json(run_python(code, env={"CUDA_HOME": str(tmp_path)}))
     assert host.unknown == {"cuda_toolkit"}
     assert "OSError" in host.provenance["cuda_toolkit"]
+
+
+def test_a_torch_that_is_not_for_cuda_needs_no_compiler(run_python, tmp_path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text(f"#!/bin/sh\ntouch {tmp_path / 'asked'}\n")
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
+    code = "import kernel_loader; print(kernel_loader.Host.detect({'CUDA': ''}).provenance['cuda_toolkit'])"
+    assert "not looked for" in run_python(code, env={"CUDA_HOME": str(tmp_path)})
+    assert not (tmp_path / "asked").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- nothing is loaded

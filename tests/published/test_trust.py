@@ -103,6 +103,15 @@ def test_a_proposed_change_is_not_the_owners_code_even_of_a_named_kernel(site):
     assert site.loader().load_module(REPO, revision="refs/pr/1", trust_remote_code=True).value == 2
 
 
+def test_a_directory_that_the_user_names_needs_no_trust_and_asks_nobody(site, tmp_path):
+    from tests.builds import write_build
+
+    write_build(tmp_path / "mine", "torch-universal")
+    module = site.loader(local={"someone/kernel": tmp_path / "mine"}).load_module("someone/kernel", version=1)
+    assert module.double(21) == 42
+    assert len(site.hub.requests) == 0
+
+
 # --- tokens -------------------------------------------------------------------------------------------------------
 
 
