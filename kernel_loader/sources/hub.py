@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ MAX_FILES: Final = 20_000
 # Tries of one file whose body breaks off or comes out wrong; refused requests have their own, in huggingface_hub.
 TRIES: Final = 3
 
+# Files in Xet storage from this size on are left to the client; below, one GET is faster.
+LARGE: Final = 32 * 2**20
+
 _CHUNK: Final = 2**20
 
 
@@ -47,12 +51,14 @@ class RemoteFile:
         size: in bytes.
         blob: git's sha1 of the content; of the pointer, for a file in large-file storage.
         sha256: of a file in large-file storage, in hexadecimal.
+        in_xet: the file is kept in Xet storage, from which the client takes it in chunks, many at once.
     """
 
     path: str
     size: int
     blob: str
     sha256: str | None
+    in_xet: bool = False
 
     def is_content(self, content: bytes) -> bool:
         """Whether this is the file's content."""
@@ -138,7 +144,7 @@ class Hub:
         size, blob = entry.get("size"), entry.get("oid")
         if not (isinstance(size, int) and isinstance(blob, str) and isinstance(sha256, str | None)):
             raise self._strange(request, f"{path!r} is listed in another form than is known")
-        return RemoteFile(path, size, blob, sha256)
+        return RemoteFile(path, size, blob, sha256, isinstance(entry.get("xetHash"), str))
 
     def metadata(self, request: Request, commit: str, build: str) -> bytes | None:
         """The metadata.json of a build; None when it has none.
@@ -173,8 +179,12 @@ class Hub:
         found = ""
         for _ in range(TRIES):
             try:
-                with self._stream(request, commit, f"build/{build}/{file.path}") as chunks:
-                    sha256, found = _write(chunks, target, file, tell)
+                if file.in_xet and file.size >= LARGE:
+                    sha256, found = self._through_client(request, commit, f"build/{build}/{file.path}", file, target)
+                    tell(file.size)
+                else:
+                    with self._stream(request, commit, f"build/{build}/{file.path}") as chunks:
+                        sha256, found = _write(chunks, target, file, tell)
             except _Broken as error:
                 found = str(error)
                 continue
@@ -261,6 +271,28 @@ class Hub:
                 hf_raise_for_status(response)
                 yield _body(response)
 
+    def _through_client(
+        self, request: Request, commit: str, path: str, file: RemoteFile, target: Path
+    ) -> tuple[bytes, str]:
+        """Let the client bring a large file by its own road, Xet where that is there. Costs one HEAD more."""
+        from huggingface_hub import hf_hub_download
+
+        with tempfile.TemporaryDirectory(dir=target.parent) as directory, self._failures(request):
+            brought = Path(
+                hf_hub_download(
+                    request.repo,
+                    path,
+                    repo_type="kernel",
+                    revision=commit,
+                    local_dir=directory,
+                    endpoint=_endpoint(),
+                    library_name="kernel_loader",
+                )
+            )
+            brought.replace(target)
+        with target.open("rb") as stream:
+            return _check(iter(functools.partial(stream.read, _CHUNK), b""), file, lambda _: None)
+
     def _patience(self) -> dict[str, Any]:
         # The 1.x line does not try again when a connection is closed without an answer.
         broken = next(cls for cls in _http_error().__subclasses__() if cls.__name__ == "RequestError")
@@ -273,6 +305,8 @@ class Hub:
 
         try:
             yield
+        except errors.LocalEntryNotFoundError as error:  # how the client says that it could not reach the Hub
+            raise HubUnavailable(str(request), f"the Hub cannot be reached ({error})", _UNAVAILABLE) from error
         except errors.EntryNotFoundError:
             raise
         except errors.GatedRepoError as error:
@@ -341,23 +375,33 @@ def _body(response: Any) -> Iterator[bytes]:  # noqa: ANN401 - a response of whi
 
 def _write(chunks: Iterator[bytes], target: Path, file: RemoteFile, tell: Callable[[int], object]) -> tuple[bytes, str]:
     """Write the body; gives its sha256, and how it differs from the listing."""
-    sha256, blob, size = hashlib.sha256(), git_blob(file.size), 0
     with target.open("wb") as stream:
-        for chunk in chunks:
-            size += len(chunk)
-            if size > file.size:
-                return b"", f"it has more than the {file.size} bytes that are listed"
-            stream.write(chunk)
-            sha256.update(chunk)
-            blob.update(chunk)
-            tell(len(chunk))
-    if size != file.size:
-        tell(-size)
+
+        def written() -> Iterator[bytes]:
+            for chunk in chunks:
+                stream.write(chunk)
+                yield chunk
+
+        return _check(written(), file, tell)
+
+
+def _check(chunks: Iterator[bytes], file: RemoteFile, tell: Callable[[int], object]) -> tuple[bytes, str]:
+    sha256, blob, size = hashlib.sha256(), git_blob(file.size), 0
+    for chunk in chunks:
+        size += len(chunk)
+        if size > file.size:
+            break
+        sha256.update(chunk)
+        blob.update(chunk)
+        tell(len(chunk))
+    if size == file.size and file.is_hash(sha256.hexdigest(), blob.hexdigest()):
+        return sha256.digest(), ""
+    tell(-min(size, file.size))
+    if size > file.size:
+        return b"", f"it has more than the {file.size} bytes that are listed"
+    if size < file.size:
         return b"", f"it has {size} bytes, and {file.size} are listed"
-    if not file.is_hash(sha256.hexdigest(), blob.hexdigest()):
-        tell(-size)
-        return b"", "its content is not what is listed"
-    return sha256.digest(), ""
+    return b"", "its content is not what is listed"
 
 
 def _refuse_collisions(request: Request, build: str, files: list[RemoteFile]) -> None:

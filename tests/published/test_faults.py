@@ -18,6 +18,8 @@ from kernel_loader.errors import (
 from tests.hub import Answer, Fault
 from tests.published.conftest import files
 
+HOME = "build/torch-universal"
+
 
 def nothing_is_left(site):
     for name in ("builds", "staging"):
@@ -83,6 +85,24 @@ def test_large_files_are_held_against_their_sha256(site):
         site.loader().load("kernel", version=2)
 
 
+def test_a_large_file_in_xet_storage_is_left_to_the_client_and_verified_all_the_same(site, monkeypatch):
+    import json
+
+    monkeypatch.setattr(hub_source, "LARGE", 100)
+    site.publish(files() | {f"{HOME}/large.bin": b"x" * 1000})
+
+    def in_xet(_, right):
+        entries = [entry | {"xetHash": "0" * 64} for entry in json.loads(right.whole())]
+        return Answer(200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
+
+    site.hub.fault(Fault(route="tree", path="torch-universal", edit=in_xet))
+    assert site.loader().load("kernel").double(21) == 42
+    assert (site.build() / "large.bin").read_bytes() == b"x" * 1000
+    asked = [(r.method, r.path.rpartition("/")[2]) for r in site.hub.requests if r.method == "HEAD"]
+    assert asked == [("HEAD", "large.bin")]
+    assert len(list(site.build().iterdir())) == 11
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -119,9 +139,6 @@ def test_an_answer_that_stalls_is_given_up(site, impatient, monkeypatch):
 
 def entry(path, size=3, oid="0" * 40):
     return {"type": "file", "path": path, "size": size, "oid": oid}
-
-
-HOME = "build/torch-universal"
 
 
 @pytest.mark.parametrize(
