@@ -13,6 +13,7 @@ import functools
 import hashlib
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ LARGE: Final = 32 * 2**20
 
 _CHUNK: Final = 2**20
 
+# The 1.x line makes a session for each of the threads that ask first, and loses all but one, with its connections.
+_SESSION: Final = threading.Lock()
 
 _Kind = TypeVar("_Kind")
 
@@ -302,7 +305,10 @@ class Hub:
     def _failures(self, request: Request) -> Iterator[None]:
         """Errors of huggingface_hub, and of whichever httpx it uses, become ours."""
         from huggingface_hub import errors
+        from huggingface_hub.utils import get_session
 
+        with _SESSION:
+            get_session()
         try:
             yield
         except errors.LocalEntryNotFoundError as error:  # how the client says that it could not reach the Hub
