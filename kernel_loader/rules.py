@@ -222,10 +222,13 @@ def backend_rule(host: Host, build: Build) -> Outcome:
     kind = host.backend.kind
     if build.variant.backend in (kind, "universal") or (build.variant.backend == "npu" and kind == "cann"):
         return ACCEPT
+    needed = build.variant.backend
+    # torch for macOS computes on the CPU or on Metal, and no other torch on Metal.
+    exists = needed == "cpu" or (needed == "metal") == (host.os == "darwin")
     return Reject(
         "backend",
-        f"built for {build.variant.backend}, this host computes on {kind}",
-        f"Install a torch that was built for {build.variant.backend}.",
+        f"built for {needed}, this host computes on {kind}",
+        f"Install a torch that was built for {needed}." if exists else f"There is no torch for {needed} on {host.os}.",
     )
 
 

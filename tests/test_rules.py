@@ -339,6 +339,21 @@ def test_a_capability_that_nobody_looked_at_is_unknown():
 
 
 @pytest.mark.parametrize(
+    ("host", "name", "remedy"),
+    [
+        (CPU_HOST, "torch-cuda", "Install a torch that was built for cuda."),
+        (MAC, "torch-cuda", "There is no torch for cuda on darwin."),
+        (MAC, "torch-cpu", "Install a torch that was built for cpu."),
+        (CPU_HOST, "torch-metal", "There is no torch for metal on linux."),
+        (replace(MAC, metal=False), "torch-metal", "Install a torch that was built for metal."),
+    ],
+)
+def test_no_torch_is_recommended_that_does_not_exist(host, name, remedy):
+    (reason,) = judge(NAME_RULES, host, Build(name, Variant.parse(name), None, Requires()))
+    assert reason.remedy == remedy
+
+
+@pytest.mark.parametrize(
     ("name", "said", "expected"),
     [
         ("torch-cuda", "cuda", set()),
