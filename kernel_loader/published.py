@@ -106,7 +106,8 @@ class PublishedBuilds:
 
     def hold(self, fetched: Fetched) -> None:
         """Keep a build from being pruned as long as this process lives."""
-        self._leases.setdefault(fetched.digest, self._store.lease(fetched.digest))
+        if fetched.digest not in self._leases:
+            self._leases[fetched.digest] = self._store.lease(fetched.digest)
 
     def is_here(self, listing: Listing, name: str) -> bool:
         """Whether a build can be fetched without asking the Hub."""

@@ -3,14 +3,16 @@
 import json
 import random
 import signal
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from kernel_loader.store import Store
 from tests.hub import Fault
-from tests.published.conftest import files
+from tests.published.conftest import REPO, files
 
 LOAD = """
 import kernel_loader
@@ -134,6 +136,16 @@ def test_a_complete_store_works_read_only(site, unprivileged, open_path):
 
 
 # --- removing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_build_that_is_loaded_again_is_held_once(site):
+    loader = site.loader()
+    loader.load("kernel")
+    loader.load("kernel", fallback="error")
+    loader.load_module(REPO, version=1, trust_remote_code=True)
+    build = site.build().resolve()
+    assert [fd.resolve() for fd in Path("/proc/self/fd").iterdir()].count(build) == 1
 
 
 def test_a_build_that_a_live_process_has_loaded_is_not_removed(site):
