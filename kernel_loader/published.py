@@ -248,7 +248,7 @@ class PublishedBuilds:
 
     def _publish(self, entry: Entry, name: str, staging: Path, hashes: dict[str, str]) -> Fetched:
         metadata = parse_metadata(entry.metadata.get(name), f"{entry.request}, {name}/{FILE_NAME}")
-        if metadata.digest is not None and (found := violations(staging, metadata.digest)):
+        if metadata.digest is not None and (found := violations(staging, metadata.digest, hashes)):
             raise IntegrityError(f"{entry.request}, {name}", found, "Do not use it before its author has looked at it.")
         source = Published(entry.request.repo, entry.request.git_revision or "main", entry.commit, name)
         directory, digest = self._store.publish(staging, hashes, source)
