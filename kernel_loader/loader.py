@@ -39,6 +39,8 @@ from kernel_loader.trust import Gate
 
 logger = logging.getLogger("kernel_loader")
 
+_SPELT: Final = re.compile(r"(?P<name>[^@]+)@(?:(?P<version>\d{1,9})|(?P<revision>.+))", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetched:
@@ -167,7 +169,8 @@ class KernelLoader:
         """As the function `prefetch`."""
         ready, allowed = [], _allowed(trust_remote_code)
         for kernel in kernels:
-            ask = self._spelt(kernel)
+            name, version, revision = spelt(kernel) if isinstance(kernel, str) else (kernel, None, None)
+            ask = self._ask(self._manifest(name), version, revision, None, None)
             for host in hosts if hosts is not None else [self.host]:
                 choice = self._chooser.choose(ask, host)
                 names = choice.listing.names if all_variants and not choice.reference else (choice.build.name,)
@@ -175,14 +178,6 @@ class KernelLoader:
         return list(dict.fromkeys(ready))
 
     # --- the road -------------------------------------------------------------------------------------------------
-
-    def _spelt(self, kernel: str | type) -> Ask:
-        """A kernel as the command line spells it: a name, or `org/repo@3`, or `org/repo@<branch or commit>`."""
-        if not isinstance(kernel, str) or "@" not in kernel:
-            return self._ask(self._manifest(kernel), None, None, None, None)
-        name, _, at = kernel.partition("@")
-        version, revision = (int(at), None) if at.isdecimal() else (None, at)
-        return self._ask(self._manifest(name), version, revision, None, None)
 
     def _manifest(self, kernel_or_repo: str | type) -> Manifest:
         if isinstance(kernel_or_repo, str) and "/" in kernel_or_repo:
@@ -289,6 +284,14 @@ class KernelLoader:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s %s", manifest.name, message)
+
+
+def spelt(kernel: str) -> tuple[str, int | None, str | None]:
+    """Name or repository, version and revision of `name`, `name@3` (a version) or `name@branch-or-commit`."""
+    match = _SPELT.fullmatch(kernel)
+    if match is None:
+        return kernel, None, None
+    return match["name"], int(match["version"]) if match["version"] else None, match["revision"]
 
 
 def _checked(host: object) -> Host:

@@ -23,7 +23,7 @@ from kernel_loader.errors import (
     SourceError,
     UnknownKernel,
 )
-from kernel_loader.loader import KernelLoader
+from kernel_loader.loader import KernelLoader, spelt
 from kernel_loader.settings import Settings
 from tests.builds import CPU_HOST, H200, counts_runs, write_build
 
@@ -632,3 +632,18 @@ def test_a_bundle_that_was_pickled_still_knows_its_origin(workshop):
     workshop.simple("my_kernel")
     bundle = workshop.loader().load("my_kernel")
     assert kernel_loader.origin(pickle.loads(pickle.dumps(bundle))) == kernel_loader.origin(bundle)
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "version", "revision"),
+    [
+        ("kernel", "kernel", None, None),
+        ("org/kernel@3", "org/kernel", 3, None),
+        ("org/kernel@v3", "org/kernel", None, "v3"),
+        ("org/kernel@feature/x@2", "org/kernel", None, "feature/x@2"),
+        ("org/kernel@\u0663", "org/kernel", None, "\u0663"),  # a digit, and none of a version
+        ("org/kernel@", "org/kernel@", None, None),
+    ],
+)
+def test_a_kernel_may_be_written_with_its_version_or_revision(written, name, version, revision):
+    assert spelt(written) == (name, version, revision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
@@ -14,8 +13,6 @@ from kernel_loader.cli import options
 from kernel_loader.errors import KernelLoaderError
 from kernel_loader.host import Host
 from kernel_loader.settings import Settings
-
-_VERSION: Final = re.compile(r"(?P<repo>[^@]+)@(?:(?P<version>\d{1,9})|(?P<revision>.+))", re.ASCII)
 
 
 @click.command()
@@ -84,8 +81,9 @@ def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: b
     when nothing fits, not even a reference.
     """
     from kernel_loader.api import default_loader
+    from kernel_loader.loader import spelt
 
-    name, version, revision = _parse(kernel)
+    name, version, revision = spelt(kernel)
     machine = options.read_host(host_file) if host_file else None
     resolution = default_loader().resolve(name, version=version, revision=revision, backend=backend, host=machine)
     click.echo(resolution.to_json() if as_json else resolution.explain())
@@ -102,8 +100,9 @@ def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: b
 def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None:  # noqa: ANN401, FBT001
     """Load KERNEL as a program would, and show what was loaded from where."""
     from kernel_loader import api
+    from kernel_loader.loader import spelt
 
-    name, version, revision = _parse(kernel)
+    name, version, revision = spelt(kernel)
     bundle = api.load_kernel(name, version=version, revision=revision, backend=backend, fallback=fallback)
     origin = api.origin(bundle)
     facts = {f.name: getattr(origin, f.name) for f in fields(origin)} | {"path": str(origin.path)}
@@ -140,14 +139,6 @@ def prefetch(
         return
     for item in ready:
         click.echo(f"{item.kernel}  {item.variant}{' (reference)' if item.reference else ''}  {item.path}")
-
-
-def _parse(kernel: str) -> tuple[str, int | None, str | None]:
-    """Name or repository, version and revision of a kernel on the command line."""
-    match = _VERSION.fullmatch(kernel)
-    if match is None:
-        return kernel, None, None
-    return match["repo"], int(match["version"]) if match["version"] else None, match["revision"]
 
 
 COMMANDS: Final = (host, list_kernels, explain, load, prefetch)
