@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from kernel_loader.errors import IntegrityError, MetadataError, SourceError
+from kernel_loader.files import hash_file, replace_file
 from kernel_loader.metadata import FILE_NAME, Algorithm, Digest, Metadata, is_safe_path
 
 _BYTECODE: Final = "__pycache__"
@@ -41,12 +40,17 @@ def violations(directory: Path, digest: Digest, sha256: Mapping[str, str] | None
     known = sha256 if digest.algorithm == "sha256" else None
     found = dict(known if known is not None else measure(directory, digest.algorithm))
     found.pop(FILE_NAME, None)
+    return differences(found, digest.files)
+
+
+def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> tuple[str, ...]:
+    """How the files of a build, path -> hash, differ from those that were published, a line a file."""
     return tuple(
         f"{path} is missing" if path not in found else
-        f"{path} is not listed" if path not in digest.files else
+        f"{path} is not listed" if path not in expected else
         f"{path} has other content"
-        for path in sorted(found.keys() | digest.files.keys())
-        if found.get(path) != digest.files.get(path)
+        for path in sorted(found.keys() | expected.keys())
+        if found.get(path) != expected.get(path)
     )  # fmt: skip
 
 
@@ -64,7 +68,7 @@ def measure(directory: Path, algorithm: Algorithm) -> dict[str, str]:
         SourceError: a file cannot be read, or is no regular file.
     """
     try:
-        return {path: _hash(file, algorithm) for path, file in _walk(directory)}
+        return {path: hash_file(file, algorithm) for path, file in _walk(directory)}
     except OSError as error:
         raise _unreadable(directory, str(error)) from error
 
@@ -81,7 +85,10 @@ def seal(directory: Path, algorithm: Algorithm = "sha256") -> bool:
     """
     there, sealed = _sealed(directory, algorithm)
     if sealed != there:
-        _replace(directory / FILE_NAME, sealed)
+        try:
+            replace_file(directory / FILE_NAME, sealed, (directory / FILE_NAME).stat().st_mode)
+        except OSError as error:
+            raise _unreadable(directory, f"it cannot be written ({error})") from error
     return sealed != there
 
 
@@ -134,30 +141,6 @@ def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
 def _is_junction(path: Path) -> bool:
     # A kind of link that only Windows has, and that Python knows since 3.12.
     return getattr(os.path, "isjunction", lambda _: False)(path)
-
-
-def _hash(file: Path, algorithm: Algorithm) -> str:
-    with file.open("rb") as stream:
-        return base64.b64encode(hashlib.file_digest(stream, algorithm).digest()).decode()
-
-
-def _replace(file: Path, content: bytes) -> None:
-    # Beside the target, so that the rename stays on one filesystem and a crash leaves the old file whole.
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    except OSError as error:
-        raise _unreadable(file.parent, f"it cannot be written ({error})") from error
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(temporary).chmod(file.stat().st_mode)
-        Path(temporary).replace(file)
-    except OSError as error:
-        raise _unreadable(file.parent, f"it cannot be written ({error})") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def _unreadable(directory: Path, detail: str) -> SourceError:

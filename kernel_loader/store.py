@@ -13,7 +13,6 @@ or all. Reading writes nothing, so that a complete store works read-only. Correc
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
 import hashlib
@@ -24,7 +23,6 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kernel_loader.digest import content_digest
+from kernel_loader.digest import content_digest, differences
 from kernel_loader.errors import IntegrityError, StoreError
+from kernel_loader.files import hash_file, replace_file
 
 logger = logging.getLogger("kernel_loader")
 
@@ -134,7 +133,7 @@ class Store:
             ):
                 hashes[path] = entry["sha256"]
             else:
-                hashes[path], changed = _hash(directory / path), True
+                hashes[path], changed = hash_file(directory / path), True
         if hashes.keys() != known.keys() or changed:
             self._compare(directory, digest, hashes, known)
             self._refresh_receipt(digest, hashes, there, receipt)
@@ -142,14 +141,9 @@ class Store:
     def _compare(self, directory: Path, digest: str, hashes: Mapping[str, str], known: Mapping[str, Any]) -> None:
         if content_digest(hashes) == digest:
             return
-        differences = [
-            f"{path} is missing" if path not in hashes else
-            f"{path} is not listed" if path not in known else
-            f"{path} has other content"
-            for path in sorted(hashes.keys() | known.keys())
-            if known.get(path, {}).get("sha256") != hashes.get(path)
-        ]  # fmt: skip
-        raise IntegrityError(str(directory), tuple(differences) or ("its content is not what its name says",), _AGAIN)
+        expected = {path: entry["sha256"] for path, entry in known.items()}
+        found = differences(hashes, expected) or ("its content is not what its name says",)
+        raise IntegrityError(str(directory), found, _AGAIN)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -282,16 +276,7 @@ class Store:
         """Replace a JSON file of the store: readers see the old one or the new one."""
         with self._writing():
             file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                    json.dump(document, stream, indent=1, sort_keys=True)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                Path(temporary).chmod(0o644)
-                Path(temporary).replace(file)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            replace_file(file, json.dumps(document, indent=1, sort_keys=True).encode())
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -393,11 +378,6 @@ def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_resu
                 yield path, entry.stat(follow_symlinks=False)
             else:
                 raise IntegrityError(str(directory), (f"{path} is no regular file",), _AGAIN)
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return base64.b64encode(hashlib.file_digest(stream, "sha256").digest()).decode()
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Files as the digests and the store need them: hashed, and replaced whole."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def hash_file(file: Path, algorithm: str = "sha256") -> str:
+    """The base64 of the hash of a file's content."""
+    with file.open("rb") as stream:
+        return base64.b64encode(hashlib.file_digest(stream, algorithm).digest()).decode()
+
+
+def replace_file(file: Path, content: bytes, mode: int = 0o644) -> None:
+    """Put content in the place of a file: durable first, then renamed, so that readers see the old or the new.
+
+    Raises:
+        OSError: it cannot be written; the old one stays.
+    """
+    # Beside the target, so that the rename stays on one file system.
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).chmod(mode)
+        Path(temporary).replace(file)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
