@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, SourceError
 from kernel_loader.host import Host
@@ -19,8 +18,7 @@ from kernel_loader.sources import Listing, LocalDirectories, Request, Source, em
 _OTHER_VERSIONS: Final = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(NamedTuple):
     """What a caller asks for, normalised: what is equal here is loaded once. `bundle` is None for a module."""
 
     manifest: Manifest
@@ -35,8 +33,7 @@ class Ask:
         return Request(repo=m.repo, version=m.version, revision=m.revision) if m.repo else None
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(NamedTuple):
     """A resolution, and where its builds are; neither source nor listing where nothing was listed."""
 
     resolution: Resolution
@@ -44,8 +41,7 @@ class Resolved:
     listing: Listing | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(NamedTuple):
     """The build to load, why it is this one, and what the user should be warned of."""
 
     source: Source
@@ -92,7 +88,7 @@ class Chooser:
         resolved = _resolve_reference(ask.manifest, host.select(ask.backend))
         if resolved.resolution.chosen is None:
             raise NoCompatibleBuild(resolved.resolution.repo, resolved.resolution)
-        return replace(_of_build(resolved, ask), reference=True, why=why, warning=warning)
+        return _of_build(resolved, ask)._replace(reference=True, why=why, warning=warning)
 
     def resolve(self, ask: Ask, host: Host) -> Resolved:
         """What fits a host, and where it is."""
@@ -101,7 +97,7 @@ class Chooser:
         if resolved.resolution.chosen is not None or ask.manifest.reference is None:
             return resolved
         reference = _resolve_reference(ask.manifest, host).resolution
-        return replace(resolved, resolution=replace(resolved.resolution, reference=reference))
+        return resolved._replace(resolution=resolved.resolution._replace(reference=reference))
 
     def _resolve_builds(self, ask: Ask, host: Host) -> Resolved:
         manifest, request = ask.manifest, ask.request
@@ -139,7 +135,7 @@ class Chooser:
         others = [version for version in source.versions(request) if version != request.version]
         for version in others[: -_OTHER_VERSIONS - 1 : -1]:
             try:
-                listing = source.listing(replace(request, version=version, revision=None))
+                listing = source.listing(request._replace(version=version, revision=None))
             except KernelLoaderError:
                 continue
             if listing and resolve(listing.names, resolution.host, requires=ask.manifest.requires).chosen:

@@ -31,8 +31,8 @@ ends with what to do next. Text is made when it is asked for, from the fields.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     from kernel_loader.provenance import Origin
@@ -49,8 +49,25 @@ def _restore(cls: type[_Error], fields: dict[str, Any]) -> _Error:
     return error
 
 
+@dataclass_transform(eq_default=False)
 class KernelLoaderError(Exception):
-    """Base of all errors of this package. Subclasses are dataclasses that give `problem` and `remedy`."""
+    """Base of all errors of this package. Subclasses annotate their fields, and give `problem` and `remedy`.
+
+    Fields are given by position or by name, as to a dataclass. The dataclass itself would cost half a millisecond for
+    each class of this tree, in every process that loads a kernel.
+    """
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls._fields = tuple(dict.fromkeys((*cls._fields, *inspect.get_annotations(cls))))
+
+    def __init__(self, *args: object, **named: object) -> None:
+        given = dict(zip(self._fields, args, strict=False)) | named
+        missing = [name for name in self._fields if name not in given and not hasattr(type(self), name)]
+        if missing or len(args) + len(named) != len(given) or given.keys() - set(self._fields):
+            raise TypeError(f"{type(self).__name__} takes {', '.join(self._fields)}")
+        self.__dict__.update({name: given.get(name, getattr(type(self), name, None)) for name in self._fields})
 
     @property
     def problem(self) -> str:
@@ -66,12 +83,14 @@ class KernelLoaderError(Exception):
         # One paragraph, whatever line breaks a compiler or linker put into its message.
         return " ".join(f"{self.problem} {self.remedy}".split())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._fields)})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the class with `args`, which dataclass fields do not fill.
         return _restore, (type(self), self.__dict__.copy())
 
 
-@dataclass(eq=False)
 class SettingsError(KernelLoaderError, ValueError):
     """An environment variable holds something that cannot be read."""
 
@@ -88,7 +107,6 @@ class SettingsError(KernelLoaderError, ValueError):
         return f"Set it to {self.expected}."
 
 
-@dataclass(eq=False)
 class HostError(KernelLoaderError, ValueError):
     """A description of a machine, or a choice of backend on it, that makes no sense."""
 
@@ -105,7 +123,6 @@ class HostError(KernelLoaderError, ValueError):
         return self.advice
 
 
-@dataclass(eq=False)
 class VariantError(KernelLoaderError, ValueError):
     """A name that is not of the grammar of build variants."""
 
@@ -121,7 +138,6 @@ class VariantError(KernelLoaderError, ValueError):
         return "Variants look like torch210-cxx11-cu128-x86_64-linux or torch-universal."
 
 
-@dataclass(eq=False)
 class ManifestError(KernelLoaderError, ValueError):
     """A kernel's manifest that cannot be used; `path` leads to the key."""
 
@@ -139,7 +155,6 @@ class ManifestError(KernelLoaderError, ValueError):
         return "Correct that entry; docs/manifests.md lists every key and its form."
 
 
-@dataclass(eq=False)
 class MetadataError(KernelLoaderError, ValueError):
     """A build's metadata.json that cannot be used; `path` leads to the key."""
 
@@ -157,7 +172,6 @@ class MetadataError(KernelLoaderError, ValueError):
         return "The build is damaged or was published wrong: correct the file, or report it to the kernel's author."
 
 
-@dataclass(eq=False)
 class RequestError(KernelLoaderError, ValueError):
     """Arguments of a call exclude each other, or mean nothing."""
 
@@ -173,7 +187,6 @@ class RequestError(KernelLoaderError, ValueError):
         return self.advice
 
 
-@dataclass(eq=False)
 class UnknownKernel(KernelLoaderError, LookupError):
     """No manifest has that name."""
 
@@ -195,7 +208,6 @@ class UnknownKernel(KernelLoaderError, LookupError):
         return f"{meant}`kernel-loader list` shows all names; KERNEL_LOADER_MANIFESTS adds a directory of your own."
 
 
-@dataclass(eq=False)
 class NoCompatibleBuild(KernelLoaderError, FileNotFoundError):
     """A kernel has builds, and none of them runs on the host. `version` is another that has a build for it."""
 
@@ -224,7 +236,6 @@ class NoCompatibleBuild(KernelLoaderError, FileNotFoundError):
         return " ".join([*dict.fromkeys(remedies), "`kernel-loader explain` shows every build with its reasons."])
 
 
-@dataclass(eq=False)
 class SourceError(KernelLoaderError, OSError):
     """A place where builds come from does not answer as it should."""
 
@@ -241,7 +252,6 @@ class SourceError(KernelLoaderError, OSError):
         return self.advice
 
 
-@dataclass(eq=False)
 class NotCached(SourceError):
     """The Hub must not be asked (offline mode), and what is needed is not here."""
 
@@ -252,17 +262,14 @@ class NotCached(SourceError):
     )
 
 
-@dataclass(eq=False)
 class HubUnavailable(SourceError):
     """The Hub does not answer, and nothing that is here can serve instead."""
 
 
-@dataclass(eq=False)
 class RepositoryMissing(SourceError):
     """The Hub has no such kernel repository, or does not show it to this user."""
 
 
-@dataclass(eq=False)
 class UnknownVersion(KernelLoaderError, ValueError):
     """A repository has no such version or revision; `available` are the versions that it has."""
 
@@ -281,7 +288,6 @@ class UnknownVersion(KernelLoaderError, ValueError):
         return f"Its versions are {', '.join(map(str, self.available))}."
 
 
-@dataclass(eq=False)
 class TrustError(KernelLoaderError, PermissionError):
     """Code of a repository may not run here."""
 
@@ -301,7 +307,6 @@ class TrustError(KernelLoaderError, PermissionError):
         )
 
 
-@dataclass(eq=False)
 class StoreError(KernelLoaderError, OSError):
     """The store of builds cannot be read or written."""
 
@@ -318,7 +323,6 @@ class StoreError(KernelLoaderError, OSError):
         return self.advice
 
 
-@dataclass(eq=False)
 class IntegrityError(KernelLoaderError, OSError):
     """A build whose files are not those that its metadata.json lists.
 
@@ -340,7 +344,6 @@ class IntegrityError(KernelLoaderError, OSError):
         return self.advice
 
 
-@dataclass(eq=False)
 class KernelImportError(KernelLoaderError, ImportError):
     """A build was chosen, and importing it failed. The original exception is the `__cause__`; `cause` is its text."""
 
@@ -357,7 +360,6 @@ class KernelImportError(KernelLoaderError, ImportError):
         return f"Choose another version or backend, or {_REFERENCE}."
 
 
-@dataclass(eq=False)
 class AbiMismatch(KernelImportError):
     """The shared library of a build does not fit this CPU, libc or torch."""
 
@@ -369,7 +371,6 @@ class AbiMismatch(KernelImportError):
         )
 
 
-@dataclass(eq=False)
 class MissingDependency(KernelImportError):
     """A build imports a Python package that is not installed."""
 
@@ -380,7 +381,6 @@ class MissingDependency(KernelImportError):
         return f"Install what it needs: pip install {' '.join(self.requirements)}"
 
 
-@dataclass(eq=False)
 class MissingEntrypoints(KernelImportError):
     """A build lacks symbols that the bundle needs; `names` are all of them, as `field = symbol`."""
 
@@ -401,7 +401,6 @@ class MissingEntrypoints(KernelImportError):
         )
 
 
-@dataclass(eq=False)
 class CyclicDependency(KernelLoaderError, ValueError):
     """Kernels name each other as dependencies in a circle; `chain` is the way round."""
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from kernel_loader.errors import HostError
 from kernel_loader.reading import shown
@@ -22,15 +22,14 @@ _CPUS: Final = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
 # No release has numbers of more digits, and Python refuses to read very long ones.
 _NUMBER: Final = r"\d{1,9}(?!\d)"
-_RELEASE: Final = re.compile(rf"({_NUMBER})\.({_NUMBER})", re.ASCII)
-_GFX: Final = re.compile(r"gfx[0-9a-f]+")
-_CAPABILITY: Final = re.compile(r"\d{1,3}\.\d{1,3}", re.ASCII)
+_RELEASE: Final = rf"({_NUMBER})\.({_NUMBER})"
+_ARCH: Final = r"\d{1,3}\.\d{1,3}|gfx[0-9a-f]+"
 
 
 @functools.lru_cache(maxsize=256)
 def major_minor(version: str) -> tuple[int, int] | None:
     """The first two numbers of a version: (2, 8) for "2.8.0a0+5228986c39.nv25.5", None for a text without them."""
-    match = _RELEASE.match(version)
+    match = re.match(_RELEASE, version, re.ASCII)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -39,14 +38,18 @@ def normal_os(name: str) -> str:
     return name.lower()
 
 
+def normal_distribution(name: str) -> str:
+    """The one spelling of a Python distribution's name (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def normal_cpu(name: str) -> str:
     """The one name of an instruction set; Windows and macOS have names of their own."""
     name = name.lower()
     return _CPUS.get(name, name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostDevice:
+class HostDevice(NamedTuple):
     """One accelerator that programs on the host can see.
 
     Attributes:
@@ -59,8 +62,7 @@ class HostDevice:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
+class Backend(NamedTuple):
     """What torch on a host was built to compute on: a kind, and its (major, minor) version where it has one."""
 
     kind: BackendKind
@@ -309,7 +311,7 @@ def _read_devices(value: object) -> tuple[HostDevice, ...]:
 
 def is_arch(value: object) -> bool:
     """Whether a value is a compute capability ("9.0") or a gfx name ("gfx942")."""
-    return isinstance(value, str) and bool(_CAPABILITY.fullmatch(value) or _GFX.fullmatch(value))
+    return isinstance(value, str) and re.fullmatch(_ARCH, value, re.ASCII) is not None
 
 
 def _read_texts(key: str, value: object) -> Mapping[str, str]:

@@ -36,11 +36,10 @@ from kernel_loader.provenance import Origin
 HOME: Final = "kernel_loader.loaded"
 
 # How the dynamic linkers of Linux, macOS and Windows say that a library is for another machine or another torch.
-_ABI_SIGNS: Final = re.compile(
+_ABI_SIGNS: Final = (
     r"undefined symbol|wrong ELF class|GLIBC(XX)?_[\d.]+. not found"
     r"|incompatible architecture|mach-o file|Symbol not found|%1 is not a valid Win32 application"
-    r"|specified procedure could not be found",
-    re.IGNORECASE,
+    r"|specified procedure could not be found"
 )
 
 
@@ -187,6 +186,6 @@ def _import_error(origin: Origin, error: BaseException) -> KernelImportError:
         package = error.name.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             return MissingDependency(origin.kernel, origin, cause, (package,))
-    if isinstance(error, ImportError | OSError) and _ABI_SIGNS.search(str(error)):
+    if isinstance(error, ImportError | OSError) and re.search(_ABI_SIGNS, str(error), re.IGNORECASE):
         return AbiMismatch(origin.kernel, origin, cause)
     return KernelImportError(origin.kernel, origin, cause)

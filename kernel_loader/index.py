@@ -9,19 +9,18 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Self
 
 from kernel_loader.metadata import Metadata
 from kernel_loader.sources import Request
 from kernel_loader.store import SCHEMA, Store, read_json
 
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """What is known of a repository at a revision.
 
     Attributes:
@@ -35,21 +34,20 @@ class Entry:
     request: Request
     commit: str
     names: tuple[str, ...] | None
-    metadata: Mapping[str, str | None] = field(default_factory=dict)
-    builds: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str | None] = _NONE
+    builds: Mapping[str, str] = _NONE
     checked: float = 0.0
 
     @property
     def is_fixed(self) -> bool:
         """Whether the revision is a commit, which never moves."""
-        return _COMMIT.fullmatch(self.request.git_revision or "") is not None
+        return re.fullmatch(r"[0-9a-f]{40}", self.request.git_revision or "") is not None
 
     def merge(self, other: Entry | None) -> Self:
         """This answer, with what another process has learned of the same commit."""
         if other is None or other.commit != self.commit:
             return self
-        return replace(
-            self,
+        return self._replace(
             names=self.names if self.names is not None else other.names,
             metadata={**other.metadata, **self.metadata},
             builds={**other.builds, **self.builds},

@@ -13,12 +13,12 @@ import functools
 import logging
 import re
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
+from kernel_loader import probe
 from kernel_loader.binder import bind, bundle_class
 from kernel_loader.catalog import Catalog
 from kernel_loader.choice import Ask, Choice, Chooser
@@ -39,11 +39,10 @@ from kernel_loader.trust import Gate
 
 logger = logging.getLogger("kernel_loader")
 
-_SPELT: Final = re.compile(r"(?P<name>[^@]+)@(?:(?P<version>\d{1,9})|(?P<revision>.+))", re.ASCII)
+_SPELT: Final = r"(?P<name>[^@]+)@(?:(?P<version>\d{1,9})|(?P<revision>.+))"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetched:
+class Prefetched(NamedTuple):
     """A build that is ready to be loaded without the network.
 
     Attributes:
@@ -91,7 +90,7 @@ class KernelLoader:
     @functools.cached_property
     def host(self) -> Host:
         """The machine that builds are chosen for."""
-        return self._given_host if self._given_host is not None else Host.detect(self.settings.overrides)
+        return self._given_host if self._given_host is not None else probe.detect(self.settings.overrides)
 
     # --- the public questions -------------------------------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class KernelLoader:
         """As the function `load_kernel`."""
         ask = self._ask(self.catalog.get(kernel), version, revision, backend, fallback)
         # The class is imported before anything waits: its module may load the kernel itself while it is imported.
-        ask = replace(ask, bundle=bundle_class(ask.manifest, kernel if isinstance(kernel, type) else None))
+        ask = ask._replace(bundle=bundle_class(ask.manifest, kernel if isinstance(kernel, type) else None))
         return self._once.get(ask, lambda: self._load(ask), _name_of)
 
     def load_module(
@@ -222,11 +221,9 @@ class KernelLoader:
         assert ask.request is not None, "a module is that of a repository"
         if ask.request.repo in self.settings.local:
             return self._import(ask, self._chooser.choose(ask, self.host))[0]
-        # Whether its publisher is trusted is asked while its builds are listed, and answered before one is fetched.
-        with ThreadPoolExecutor(1, thread_name_prefix="kernel-loader-trust") as pool:
-            admitted = pool.submit(self._gate.admit, ask.request, named=False, allowed=allowed)
+        # The Hub is asked about its publisher while its builds are listed, and has answered before one is fetched.
+        with self._gate.deciding(ask.request, allowed=allowed):
             choice = self._chooser.choose(ask, self.host)
-            admitted.result()
         return self._import(ask, choice)[0]
 
     def _bring(self, ask: Ask, choice: Choice) -> Any:  # noqa: ANN401 - load_kernel has the types
@@ -288,7 +285,7 @@ class KernelLoader:
 
 def spelt(kernel: str) -> tuple[str, int | None, str | None]:
     """Name or repository, version and revision of `name`, `name@3` (a version) or `name@branch-or-commit`."""
-    match = _SPELT.fullmatch(kernel)
+    match = re.fullmatch(_SPELT, kernel, re.ASCII)
     if match is None:
         return kernel, None, None
     return match["name"], int(match["version"]) if match["version"] else None, match["revision"]
@@ -301,7 +298,7 @@ def _checked(host: object) -> Host:
 
 
 def _name_of(key: Ask | tuple[Ask, object]) -> str:
-    ask = key[0] if isinstance(key, tuple) else key
+    ask = key if isinstance(key, Ask) else key[0]
     return str(ask.request or ask.manifest.name)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 import keyword
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Self
-
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kernel_loader.errors import ManifestError
 from kernel_loader.host import BACKEND_KINDS
 from kernel_loader.reading import Node
 from kernel_loader.rules import NOTHING, Requires
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 _NAME: Final = r"[a-z][a-z0-9_]*"
 REPO: Final = r"[\w\-][\w.\-]*/[\w\-][\w.\-]*"
@@ -33,8 +33,7 @@ _SPECIFIERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Entrypoint:
+class Entrypoint(NamedTuple):
     """A symbol of the kernel's module; with `call`, the value that calling it once, at load, returns."""
 
     symbol: str
@@ -81,6 +80,8 @@ class Manifest:
         Raises:
             ManifestError: not TOML, an unknown key, a missing one, or a value of the wrong form.
         """
+        import tomllib
+
         try:
             table = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # of numbers with too many digits, only the former
@@ -159,6 +160,8 @@ def _gfx(node: Node) -> tuple[str, ...]:
 
 
 def _specifier(node: Node) -> SpecifierSet:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
     try:
         return SpecifierSet(node.text())
     except InvalidSpecifier:

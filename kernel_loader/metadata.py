@@ -13,8 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, cast, get_args
 
 from kernel_loader.errors import MetadataError
 from kernel_loader.reading import Node
@@ -29,16 +28,14 @@ Algorithm = Literal["sha256", "sha512"]
 _REPO_ID: Final = r"[\w\-][\w.\-]*/[\w\-][\w.\-]*"
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(NamedTuple):
     """What the files of a build must hash to: path relative to the build -> base64 of the hash."""
 
     algorithm: Algorithm
-    files: Mapping[str, str] = field(hash=False)
+    files: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class KernelDependency:
+class KernelDependency(NamedTuple):
     """Another kernel repository that a build imports, at a version or a revision."""
 
     repo_id: str
@@ -46,8 +43,7 @@ class KernelDependency:
     revision: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metadata:
+class Metadata(NamedTuple):
     """What a build says of itself. Every field may be missing in an old build.
 
     Attributes:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a loaded kernel is from, and why it is this one.
 
     Attributes:
@@ -15,24 +14,24 @@ class Origin:
         source: kind of place that the build came from: "embedded", "local" or "hub".
         repo: repository id; for embedded builds, the directory below registry/.
         revision: version or revision that was asked for, such as "v4"; None where the source has no revisions.
-        commit: where the revision stood.
         variant: name of the build.
         digest: sha256 over the build's files, in hexadecimal.
         path: directory of the build.
         reference: the build is the reference in plain PyTorch.
         why: why this build was taken, for people.
+        commit: where the revision stood; None where the source has no revisions.
     """
 
     kernel: str
     source: str
     repo: str
     revision: str | None
-    commit: str | None = None
     variant: str
     digest: str
     path: Path
     reference: bool
     why: str
+    commit: str | None = None
 
     @property
     def where(self) -> str:

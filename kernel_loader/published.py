@@ -14,18 +14,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kernel_loader.digest import violations
 from kernel_loader.errors import HubUnavailable, IntegrityError, NotCached, SourceError
 from kernel_loader.index import Entry, Index, parse_metadata
 from kernel_loader.metadata import FILE_NAME, Metadata
 from kernel_loader.sources import Fetched, Listing, Request
-from kernel_loader.sources.hf_cache import CachedBuild, HFCache
-from kernel_loader.sources.hub import Hub, RemoteFile
 from kernel_loader.store import Source as Published, Store
+
+if TYPE_CHECKING:  # a warm load needs neither
+    from kernel_loader.sources.hf_cache import CachedBuild, HFCache
+    from kernel_loader.sources.hub import Hub, RemoteFile
 
 logger = logging.getLogger("kernel_loader")
 
@@ -60,7 +61,7 @@ class PublishedBuilds:
         self._offline: Final = offline
         self._refresh_after: Final = refresh_after
         self._now: Final = now
-        self._hub: Final = Hub(retries)
+        self._retries: Final = retries
         self._listed: Final[dict[tuple[str, str, str], Future[tuple[RemoteFile, ...]]]] = {}
         self._leases: Final[dict[str, int | None]] = {}
 
@@ -119,13 +120,13 @@ class PublishedBuilds:
         if self._offline:
             return ()
         try:
-            return Hub(retries=0).versions(request)
+            return self._hub(patient=False).versions(request)
         except SourceError:
             return ()
 
     def trusts(self, publisher: str) -> bool:
         """Whether the Hub marks a publisher as trusted."""
-        return self._hub.trusts(publisher)
+        return self._hub().trusts(publisher)
 
     # --- the index, and what it lacks -----------------------------------------------------------------------------
 
@@ -144,10 +145,10 @@ class PublishedBuilds:
         if self._offline:
             return known or self._from_hf_cache(request) or self._not_cached(request)
         try:
-            commit = (Hub(retries=0) if known else self._hub).commit(request)
+            commit = self._hub(patient=known is None).commit(request)
             if known is not None and known.commit == commit and known.names is not None:
-                return self._remember(replace(known, checked=self._now()))
-            names = self._hub.names(request, commit)
+                return self._remember(known._replace(checked=self._now()))
+            names = self._hub().names(request, commit)
         except HubUnavailable as error:
             answer = known or self._from_hf_cache(request)
             if answer is None:
@@ -167,7 +168,7 @@ class PublishedBuilds:
         content = cached.metadata if cached is not None else self._hub_metadata(entry, name)
         text = content.decode("utf-8", errors="replace") if content is not None else None
         parse_metadata(text, f"{entry.request}, {name}/{FILE_NAME}")
-        return self._remember(replace(entry, metadata={**entry.metadata, name: text}))
+        return self._remember(entry._replace(metadata={**entry.metadata, name: text}))
 
     def _hub_metadata(self, entry: Entry, name: str) -> bytes | None:
         if self._offline:
@@ -176,13 +177,13 @@ class PublishedBuilds:
             # The best build by its name is nearly always the one that is fetched: its files are listed meanwhile.
             pool = ThreadPoolExecutor(1, thread_name_prefix="kernel-loader-listing")
             key = (entry.request.repo, entry.commit, name)
-            self._listed[key] = pool.submit(self._hub.files, entry.request, entry.commit, name)
+            self._listed[key] = pool.submit(self._hub().files, entry.request, entry.commit, name)
             pool.shutdown(wait=False)
-        return self._hub.metadata(entry.request, entry.commit, name)
+        return self._hub().metadata(entry.request, entry.commit, name)
 
     def _files(self, entry: Entry, name: str) -> tuple[RemoteFile, ...]:
         listed = self._listed.pop((entry.request.repo, entry.commit, name), None)
-        return listed.result() if listed is not None else self._hub.files(entry.request, entry.commit, name)
+        return listed.result() if listed is not None else self._hub().files(entry.request, entry.commit, name)
 
     def _not_cached(self, request: Request) -> Any:  # noqa: ANN401 - never returns
         raise NotCached(str(request))
@@ -190,7 +191,7 @@ class PublishedBuilds:
     # --- the Hugging Face cache -----------------------------------------------------------------------------------
 
     def _from_hf_cache(self, request: Request) -> Entry | None:
-        for cache in HFCache.all():
+        for cache in _hf_caches():
             commit = cache.commit(request)
             names = cache.names(request, commit) if commit else ()
             if commit and names:
@@ -198,7 +199,7 @@ class PublishedBuilds:
         return None
 
     def _cached(self, entry: Entry, name: str) -> CachedBuild | None:
-        for cache in HFCache.all():
+        for cache in _hf_caches():
             if (build := cache.build(entry.request, entry.commit, name)) is not None:
                 return build
         return None
@@ -216,6 +217,12 @@ class PublishedBuilds:
             return self._publish(entry, name, staging, hashes)
 
     # --- the Hub --------------------------------------------------------------------------------------------------
+
+    def _hub(self, *, patient: bool = True) -> Hub:
+        """The Hub, asked only once where something that is here can serve instead."""
+        from kernel_loader.sources.hub import Hub
+
+        return Hub(self._retries if patient else 0)
 
     def _download(self, entry: Entry, name: str) -> Fetched:
         if self._offline:
@@ -244,7 +251,7 @@ class PublishedBuilds:
         if text is not None and file.is_content(text.encode()):
             target.write_bytes(text.encode())  # read when the build was chosen
             return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        return self._hub.download(entry.request, entry.commit, name, file, target, tell)
+        return self._hub().download(entry.request, entry.commit, name, file, target, tell)
 
     def _publish(self, entry: Entry, name: str, staging: Path, hashes: dict[str, str]) -> Fetched:
         metadata = parse_metadata(entry.metadata.get(name), f"{entry.request}, {name}/{FILE_NAME}")
@@ -252,13 +259,19 @@ class PublishedBuilds:
             raise IntegrityError(f"{entry.request}, {name}", found, "Do not use it before its author has looked at it.")
         source = Published(entry.request.repo, entry.request.git_revision or "main", entry.commit, name)
         directory, digest = self._store.publish(staging, hashes, source)
-        self._remember(replace(entry, builds={**entry.builds, name: digest}))
+        self._remember(entry._replace(builds={**entry.builds, name: digest}))
         return Fetched(path=directory, digest=digest)
 
     def _stored(self, entry: Entry, name: str) -> Fetched | None:
         digest = entry.builds.get(name)
         directory = self._store.find(digest) if digest is not None else None
         return Fetched(path=directory, digest=digest) if directory is not None and digest is not None else None
+
+
+def _hf_caches() -> tuple[HFCache, ...]:
+    from kernel_loader.sources.hf_cache import HFCache
+
+    return HFCache.all()
 
 
 @contextlib.contextmanager

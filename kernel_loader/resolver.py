@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from kernel_loader.errors import VariantError
 from kernel_loader.host import Host, major_minor
@@ -35,8 +34,7 @@ _FRAMEWORK_RANK: Final = {"torch-stable-abi": 0, "torch": 1, "tvm-ffi": 2, "noar
 _STATUS_RANK: Final = {"accepted": 0, "unknown": 1, "rejected": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """One build, judged.
 
     Attributes:
@@ -55,8 +53,7 @@ class Verdict:
     metadata: Metadata | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Resolution:
+class Resolution(NamedTuple):
     """Which build of a repository a host takes, and why.
 
     Attributes:
@@ -190,7 +187,7 @@ def _by_metadata(verdict: Verdict, host: Host, metadata: Metadata) -> Verdict:
     assert verdict.variant is not None, "a build whose name is not of the grammar is no candidate"
     found = judge(METADATA_RULES, host, Build(verdict.name, verdict.variant, metadata))
     reasons = (*verdict.reasons, *found)
-    return replace(verdict, status=_status(reasons), reasons=reasons, metadata=metadata)
+    return verdict._replace(status=_status(reasons), reasons=reasons, metadata=metadata)
 
 
 def _status(reasons: tuple[Reason, ...]) -> Status:

@@ -11,15 +11,14 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
-
-from kernel_loader.host import Host, major_minor
+from kernel_loader.host import Host, major_minor, normal_distribution
 from kernel_loader.metadata import Metadata
 from kernel_loader.variant import Variant
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 # The release of the `kernels` package whose build format is implemented here (metadata: kernels-minver).
 FORMAT_VERSION: Final = "0.17.2"
@@ -43,7 +42,6 @@ LEAST_DRIVER: Final = {
 DISTRIBUTIONS: Final = {"tvm-ffi": "apache-tvm-ffi", "onednn": None}
 
 
-@dataclass(frozen=True, slots=True)
 class Accept:
     """The rule has nothing against the build."""
 
@@ -79,8 +77,7 @@ Outcome = Accept | Reject | Unknown
 ACCEPT: Final = Accept()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requires:
+class Requires(NamedTuple):
     """What a manifest demands of the host, beyond what builds say of themselves.
 
     Attributes:
@@ -103,8 +100,7 @@ class Requires:
 NOTHING: Final = Requires()
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
+class Build(NamedTuple):
     """A build as far as it is known: its name, then what its metadata.json says, and what its manifest demands."""
 
     name: str
@@ -487,6 +483,8 @@ def _specifier(host: Host, fact: str, code: str, what: str, needed: SpecifierSet
 
 
 def _contains(needed: SpecifierSet, version: str) -> bool:
+    from packaging.version import InvalidVersion, Version
+
     try:
         # A nightly or vendor build also counts by its public version.
         parsed = Version(version)
@@ -514,7 +512,7 @@ def _environment(host: Host) -> dict[str, str]:
 def _packages(host: Host, code: str, requirements: tuple[str, ...]) -> Outcome:
     if not requirements:
         return ACCEPT
-    from packaging.requirements import InvalidRequirement, Requirement  # costs 10 ms, and few builds need it
+    from packaging.requirements import InvalidRequirement, Requirement
 
     missing = []
     for text in requirements:
@@ -527,7 +525,7 @@ def _packages(host: Host, code: str, requirements: tuple[str, ...]) -> Outcome:
             continue
         if "packages" in host.unknown:
             return _unknown("packages", f"it needs {', '.join(requirements)}")
-        there = host.packages.get(canonicalize_name(name))
+        there = host.packages.get(normal_distribution(name))
         if there is None or not _contains(requirement.specifier, there):
             missing.append((f"{name}{requirement.specifier}", f"{there} is installed" if there else "not installed"))
     if not missing:

@@ -33,7 +33,6 @@ _FALSE: Final = frozenset({"", "0", "false", "no", "off"})
 # An entry starts where a repository id and an equals sign follow a separator; a separator elsewhere belongs to a
 # path, as in C:\kernels.
 _REPO: Final = r"[\w.\-]+/[\w.\-]+"
-_LOCAL_ENTRY: Final = re.compile(rf"({_REPO})=(.+)", re.DOTALL)
 
 
 def _default_cache() -> Path:
@@ -161,7 +160,7 @@ def _local(environ: Mapping[str, str], variable: str, separators: str) -> dict[s
     value = environ.get(variable, "")
     local: dict[str, Path] = {}
     for entry in re.split(rf"[{separators}]+(?={_REPO}=)", value.strip(separators)) if value else []:
-        match = _LOCAL_ENTRY.fullmatch(entry)
+        match = re.fullmatch(rf"({_REPO})=(.+)", entry, re.DOTALL)
         if match is None:
             raise SettingsError(variable, value, f"repo=path entries separated by {separators[0]!r}")
         if match[1] in local:

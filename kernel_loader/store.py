@@ -19,16 +19,14 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kernel_loader.digest import content_digest, differences
 from kernel_loader.errors import IntegrityError, StoreError
@@ -50,8 +48,7 @@ STALE_SECONDS: Final = 24 * 3600.0
 _AGAIN: Final = "Remove the directory, or run `kernel-loader cache prune`, and load again: it is then fetched anew."
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Where a stored build was published."""
 
     repo: str
@@ -60,8 +57,7 @@ class Source:
     variant: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A build in the store: its directory, digest, where it is from, its bytes, and when its files were last read.
 
     Reading writes nothing here, so that the last use is what the file system remembers: seconds of the epoch, often
@@ -153,7 +149,7 @@ class Store:
         self._sweep()
         with self._writing():
             self._staging.mkdir(parents=True, exist_ok=True)
-            directory = self._staging / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+            directory = self._staging / f"{socket.gethostname()}-{os.getpid()}-{os.urandom(8).hex()}"
             directory.mkdir(mode=0o700)
         try:
             with self._writing():

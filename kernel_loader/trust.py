@@ -6,10 +6,12 @@ repositories, those of publishers that the Hub marks as trusted. Anything else n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kernel_loader.errors import HubUnavailable, TrustError
@@ -19,7 +21,7 @@ from kernel_loader.sources import Request
 logger = logging.getLogger("kernel_loader")
 
 # Anyone may open a pull request; its ref is code that the owner of the repository has not taken.
-_PROPOSED: Final = re.compile(r"refs/(?!heads/|tags/)")
+_PROPOSED: Final = r"refs/(?!heads/|tags/)"
 
 
 class Gate:
@@ -58,19 +60,33 @@ class Gate:
         """
         if allowed is True or (not isinstance(allowed, bool) and request.repo in allowed):
             return
-        if _PROPOSED.match(request.git_revision or ""):
+        if re.match(_PROPOSED, request.git_revision or ""):
             raise TrustError(str(request), "its revision is a proposed change, which its owner has not taken")
         if named:
             return
-        publisher = request.repo.partition("/")[0]
-        trusted, why = self._publisher(publisher)
+        trusted, why = self._publisher(_publisher_of(request))
         if not trusted:
             raise TrustError(str(request), why)
+
+    @contextlib.contextmanager
+    def deciding(self, request: Request, *, allowed: bool | Collection[str]) -> Iterator[None]:
+        """As `admit` for a repository that no manifest names, decided while the block runs where the Hub is asked."""
+        if self._must_ask(self._index.publisher(_publisher_of(request))):
+            with ThreadPoolExecutor(1, thread_name_prefix="kernel-loader-trust") as pool:
+                decided = pool.submit(self.admit, request, named=False, allowed=allowed)
+                yield
+                decided.result()
+        else:
+            self.admit(request, named=False, allowed=allowed)
+            yield
+
+    def _must_ask(self, known: tuple[bool, float] | None) -> bool:
+        return self._ask is not None and (known is None or self._now() - known[1] >= self._refresh_after)
 
     def _publisher(self, name: str) -> tuple[bool, str]:
         no = f"the Hub does not mark {name} as a trusted publisher of kernels"
         known = self._index.publisher(name)
-        if known is not None and (self._ask is None or self._now() - known[1] < self._refresh_after):
+        if known is not None and not self._must_ask(known):
             return known[0], no
         if self._ask is None:
             return False, f"whether {name} is a trusted publisher was never asked, and the Hub must not be asked now"
@@ -83,3 +99,7 @@ class Gate:
             return known[0], no
         self._index.put_publisher(name, trusted=trusted, asked=self._now())
         return trusted, no
+
+
+def _publisher_of(request: Request) -> str:
+    return request.repo.partition("/")[0]

@@ -15,8 +15,7 @@ otherwise two names would mean one build.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Final, Literal, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from kernel_loader.errors import VariantError
 
@@ -32,35 +31,33 @@ _VERSIONED: Final = {"cuda": ("cu", 2), "rocm": ("rocm", 1), "xpu": ("xpu", 4), 
 _KIND_OF_PREFIX: Final = {prefix: kind for kind, (prefix, _) in _VERSIONED.items()}
 
 _MINOR: Final = r"(?:0|[1-9]\d{0,5})"
-_PATTERN: Final = re.compile(
+_PATTERN: Final = (
     rf"(?:(?P<stable>torch-stable-abi)(?P<stable_version>\d{_MINOR})"
     rf"|(?P<torch>torch)(?P<torch_version>\d{_MINOR})(?:-(?P<abi>cxx11|cxx98))?"
     rf"|(?P<tvm>tvm-ffi)(?P<tvm_version>\d{_MINOR}))"
     rf"-(?:(?P<unversioned>{'|'.join(UNVERSIONED)})"
     rf"|(?P<prefix>cu)(?P<cu>[1-9]\d{_MINOR})|(?P<prefix1>rocm|cann)(?P<one>\d{_MINOR})"
     rf"|(?P<prefix4>xpu)(?P<year>[1-9]\d{{3}}{_MINOR}))"
-    rf"-(?P<cpu>{'|'.join(CPUS)})-(?P<os>{'|'.join(OSES)})",
-    re.ASCII,
+    rf"-(?P<cpu>{'|'.join(CPUS)})-(?P<os>{'|'.join(OSES)})"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(NamedTuple):
     """What the name of a build says about it.
 
     Attributes:
         framework: what the compiled code links against; "noarch" for builds without compiled code.
+        backend: kind of backend, as `host.Backend.kind`; for noarch also "npu" and "universal".
         framework_version: (major, minor); None for noarch.
         cxx11_abi: which C++ ABI the name carries; None where it carries none.
-        backend: kind of backend, as `host.Backend.kind`; for noarch also "npu" and "universal".
         backend_version: (major, minor) of CUDA, ROCm, XPU or CANN.
         cpu, os: of compiled builds.
     """
 
     framework: Framework
+    backend: str
     framework_version: tuple[int, int] | None = None
     cxx11_abi: bool | None = None
-    backend: str
     backend_version: tuple[int, int] | None = None
     cpu: str | None = None
     os: str | None = None
@@ -79,7 +76,7 @@ class Variant:
         """
         if name.startswith("torch-") and (backend := name.removeprefix("torch-")) in NOARCH:
             return cls(framework="noarch", backend=backend)
-        match = _PATTERN.fullmatch(name)
+        match = re.fullmatch(_PATTERN, name, re.ASCII)
         if match is None:
             raise VariantError(name, _what_is_wrong(name))
         part = match.groupdict()

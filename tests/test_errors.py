@@ -1,7 +1,6 @@
 """The tree of errors: what each one is, holds and says."""
 
 import copy
-import dataclasses
 import pickle
 import re
 from pathlib import Path
@@ -102,7 +101,7 @@ def each_error(test):
 
 
 def fields_of(error: KernelLoaderError) -> dict[str, object]:
-    return {field.name: getattr(error, field.name) for field in dataclasses.fields(error)}
+    return {name: getattr(error, name) for name in error._fields}
 
 
 def test_every_class_of_error_is_tested_here() -> None:
@@ -133,6 +132,15 @@ def test_an_error_survives_copying(error: KernelLoaderError, duplicate) -> None:
     assert str(back) == str(error)
 
 
+def test_fields_are_given_by_position_or_by_name_and_all_of_them() -> None:
+    assert fields_of(SourceError("a", "b", advice="c")) == {"source": "a", "detail": "b", "advice": "c"}
+    assert fields_of(NotCached("a"))["detail"] == NotCached.detail
+    assert repr(VariantError("x", "wrong")) == "VariantError(name='x', detail='wrong')"
+    for args, named in ((("a", "b"), {}), (tuple("abcd"), {}), (("a", "b", "c"), {"detail": "b"}), (("a",), {"x": 1})):
+        with pytest.raises(TypeError, match="SourceError takes source, detail, advice"):
+            SourceError(*args, **named)
+
+
 def test_a_note_on_an_error_survives_pickling() -> None:
     error = VariantError("x", "wrong")
     error.add_note("while reading a listing")
@@ -151,11 +159,11 @@ def test_the_text_is_one_paragraph_that_ends_with_the_remedy(error: KernelLoader
 @each_error
 def test_the_text_follows_the_fields(error: KernelLoaderError) -> None:
     changed = copy.copy(error)
-    for field in dataclasses.fields(changed):
-        if isinstance(getattr(changed, field.name), str):
-            setattr(changed, field.name, f"<{field.name}>")
-        elif isinstance(getattr(changed, field.name), tuple):
-            setattr(changed, field.name, (f"<{field.name}>",))
+    for name, value in fields_of(changed).items():
+        if isinstance(value, str):
+            setattr(changed, name, f"<{name}>")
+        elif type(value) is tuple:
+            setattr(changed, name, (f"<{name}>",))
     assert str(changed) != str(error)
 
 

@@ -393,14 +393,14 @@ def test_a_source_that_costs_network_is_not_asked_where_the_manifest_excludes_th
     from kernel_loader.sources import LocalDirectories
 
     class Remote(LocalDirectories):
-        __slots__ = ()
+        is_local = False
 
         def listing(self, request):
             raise AssertionError("asked")
 
     refers(workshop, backends=["cuda"])
     settings = Settings(manifests=(workshop.manifests,))
-    remote = Remote({}, "remote", is_local=False)
+    remote = Remote({}, "remote")
     loader = KernelLoader(settings, CPU_HOST, sources=[remote])
     assert kernel_loader.origin(loader.load("my_kernel")).reference
     with pytest.raises(AssertionError, match="asked"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,7 +105,7 @@ def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None
     name, version, revision = spelt(kernel)
     bundle = api.load_kernel(name, version=version, revision=revision, backend=backend, fallback=fallback)
     origin = api.origin(bundle)
-    facts = {f.name: getattr(origin, f.name) for f in fields(origin)} | {"path": str(origin.path)}
+    facts = origin._asdict() | {"path": str(origin.path)}
     facts["entrypoints"] = [f.name for f in fields(bundle)]
     if as_json:
         click.echo(json.dumps(facts, indent=2))
@@ -135,7 +135,7 @@ def prefetch(
         kernels, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code
     )
     if as_json:
-        click.echo(json.dumps([asdict(item) | {"path": str(item.path)} for item in ready], indent=2))
+        click.echo(json.dumps([item._asdict() | {"path": str(item.path)} for item in ready], indent=2))
         return
     for item in ready:
         click.echo(f"{item.kernel}  {item.variant}{' (reference)' if item.reference else ''}  {item.path}")

@@ -24,7 +24,7 @@ from kernel_loader.settings import Settings
 from kernel_loader.sources import Fetched, Listing, LocalDirectories, Request, embedded
 from kernel_loader.store import Store
 
-_CHILD: Final = re.compile(rf"{re.escape(HOME)}\.(?P<stem>[0-9a-z_]+)_(?P<digest>[0-9a-f]{{12}})")
+_CHILD: Final = rf"{re.escape(HOME)}\.(?P<stem>[0-9a-z_]+)_(?P<digest>[0-9a-f]{{12}})"
 
 
 class Ledger:
@@ -78,7 +78,7 @@ class Locator:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The hook of `sys.meta_path`, asked when no build was added under that name."""
-        match = _CHILD.fullmatch(fullname)
+        match = re.fullmatch(_CHILD, fullname)
         if match is None:
             return None
         for metadata, origin in _builds(fullname, match["digest"]):

@@ -1,4 +1,4 @@
-"""The only code that asks the machine. Every probe is bounded in time, and none raises or makes a CUDA context.
+"""The only code that asks the machine. No probe raises or makes a CUDA context, and drivers have a bounded time.
 
 A process that has initialised CUDA can no longer fork workers that use it, so devices are read from NVML and sysfs,
 and what torch was built for is read from torch's own files unless torch is already imported.
@@ -26,12 +26,18 @@ SECONDS: Final = 5.0
 _NAMES: Final = frozenset(f.name.upper() for f in fields(Host)) - {"DEVICES", "PACKAGES", "UNKNOWN", "PROVENANCE"}
 
 # A probe, and the fields it answers for: those are unknown when it fails or does not come back.
-PROBES: Final[tuple[tuple[Callable[[], Mapping[str, Fact]], tuple[str, ...]], ...]] = (
+Probe = tuple[Callable[[], Mapping[str, Fact]], tuple[str, ...]]
+
+INTERPRETER: Final[tuple[Probe, ...]] = (
     (system.probe, ("os", "cpu", "macos", "glibc")),
     (python.probe, ("python", "free_threaded", "packages", "tvm_ffi")),
     (torch.probe, ("torch", "cxx11_abi", "cuda", "rocm", "xpu", "cann", "metal", "neuron", "tpu")),
-    (lambda: {"driver": nvidia.driver()}, ("driver",)),
 )
+DRIVERS: Final[tuple[Probe, ...]] = (
+    (lambda: {"driver": nvidia.driver()}, ("driver",)),
+    (lambda: {"devices": devices()}, ("devices",)),
+)
+TOOLKIT: Final[Probe] = (lambda: {"cuda_toolkit": nvidia.toolkit(os.environ)}, ("cuda_toolkit",))
 
 
 def detect(overrides: Mapping[str, str]) -> Host:
@@ -40,13 +46,14 @@ def detect(overrides: Mapping[str, str]) -> Host:
     Raises:
         SettingsError: an override has an unknown name or an unreadable value.
     """
+    drivers = begin(*DRIVERS)
     facts: dict[str, Fact] = {}
-    for probe, names in PROBES:
-        facts |= bounded(probe, names, SECONDS)
-    facts |= bounded(_devices, ("devices",), SECONDS)
+    for probe in INTERPRETER:
+        facts |= _answer(probe)
+    facts |= drivers(SECONDS)
     # Only kernels for CUDA compile at run time, and asking nvcc for its version starts a process.
     if overrides.get("CUDA", facts["cuda"].value):
-        facts |= bounded(lambda: {"cuda_toolkit": nvidia.toolkit(os.environ)}, ("cuda_toolkit",), SECONDS)
+        facts |= begin(TOOLKIT)(SECONDS)
     else:
         facts["cuda_toolkit"] = Fact.unknown("not looked for: this torch is not for CUDA")
     for name, value in overrides.items():
@@ -59,35 +66,45 @@ def detect(overrides: Mapping[str, str]) -> Host:
     )
 
 
-def bounded(probe: Callable[[], Mapping[str, Fact]], names: tuple[str, ...], seconds: float) -> Mapping[str, Fact]:
-    """What a probe finds, or unknown facts when it raises or has not come back after `seconds`.
+def begin(*probes: Probe) -> Callable[[float], Mapping[str, Fact]]:
+    """Ask in a thread, one after the other. The result waits so many seconds at most, and gives what is known then.
 
     A driver in a bad state can block for minutes inside a call that nothing can interrupt; the thread that made the
     call is then left behind.
     """
-    outcome: list[Mapping[str, Fact]] = []
+    facts: dict[str, Fact] = {}
 
     def run() -> None:
-        try:
-            outcome.append(probe())
-        except Exception as error:  # noqa: BLE001 - a probe never raises, whatever the machine answers
-            outcome.append({name: Fact.unknown(f"{type(error).__name__}: {error}") for name in names})
+        for probe in probes:
+            facts.update(_answer(probe))
 
-    thread = threading.Thread(target=run, daemon=True, name=f"probe-{names[0]}")
+    thread = threading.Thread(target=run, daemon=True, name="kernel-loader-probe")
     thread.start()
-    thread.join(seconds)
-    return outcome[0] if outcome else {name: Fact.unknown(f"no answer in {seconds:g} s") for name in names}
+
+    def wait(seconds: float) -> Mapping[str, Fact]:
+        thread.join(seconds)
+        late = Fact.unknown(f"no answer in {seconds:g} s")
+        return {name: facts.get(name, late) for _, names in probes for name in names}
+
+    return wait
 
 
-def _devices() -> Mapping[str, Fact]:
+def _answer(probe: Probe) -> Mapping[str, Fact]:
+    ask, names = probe
+    try:
+        return ask()
+    except Exception as error:  # noqa: BLE001 - a probe never raises, whatever the machine answers
+        return {name: Fact.unknown(f"{type(error).__name__}: {error}") for name in names}
+
+
+def devices() -> Fact:
+    """The accelerators of any make that this process can see."""
     found = (nvidia.devices(), amd.devices())
-    return {
-        "devices": Fact(
-            tuple(device for fact in found if fact.known for device in fact.value),
-            "; ".join(fact.source for fact in found),
-            known=all(fact.known for fact in found),
-        )
-    }
+    return Fact(
+        tuple(device for fact in found if fact.known for device in fact.value),
+        "; ".join(fact.source for fact in found),
+        known=all(fact.known for fact in found),
+    )
 
 
 def _override(name: str, value: str) -> Mapping[str, Fact]:

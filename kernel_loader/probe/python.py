@@ -6,12 +6,10 @@ import os
 import platform
 import re
 import sys
-import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from packaging.utils import canonicalize_name
-
+from kernel_loader.host import normal_distribution
 from kernel_loader.probe.fact import Fact
 
 
@@ -20,7 +18,7 @@ def probe() -> Mapping[str, Fact]:
     packages = installed(sys.path)
     return {
         "python": Fact(platform.python_version(), "platform.python_version"),
-        "free_threaded": Fact(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), "sysconfig(Py_GIL_DISABLED)"),
+        "free_threaded": Fact("free-threading build" in sys.version, "sys.version"),
         "packages": Fact(packages, "names of *.dist-info on sys.path"),
         "tvm_ffi": Fact(packages.get("apache-tvm-ffi"), "installed distributions"),
     }
@@ -45,7 +43,7 @@ def installed(path: Iterable[str]) -> dict[str, str]:
                 continue
             # egg-info names may go on, NAME-VERSION-pyX.Y; that of a project in development is its name alone.
             version = version.partition("-")[0] if dash else _version_in(Path(directory, name, "PKG-INFO"))
-            found.setdefault(canonicalize_name(distribution), version)
+            found.setdefault(normal_distribution(distribution), version)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,20 +16,18 @@ from kernel_loader.variant import NOARCH, Variant
 EMBEDDED: Final = "embedded"
 
 
-@dataclass(frozen=True, slots=True)
 class LocalDirectories:
     """Repository id -> a directory that stands for it.
 
     The directory is a repository (with `build/` in it), a directory of builds, or a single build.
     """
 
-    directories: Mapping[str, Path]
-    kind: str = "local"
-    is_local: bool = True
+    is_local = True
 
-    def __post_init__(self) -> None:
+    def __init__(self, directories: Mapping[str, Path], kind: str = "local") -> None:
         # Late imports look for the directory again, wherever the process has gone meanwhile.
-        object.__setattr__(self, "directories", {repo: path.absolute() for repo, path in self.directories.items()})
+        self.directories: Final = {repo: path.absolute() for repo, path in directories.items()}
+        self.kind: Final = kind
 
     def listing(self, request: Request) -> Listing | None:
         """The builds in the directory, whatever version is asked for: the directory stands for all of them."""

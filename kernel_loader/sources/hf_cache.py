@@ -15,8 +15,8 @@ import base64
 import hashlib
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kernel_loader.errors import MetadataError
 from kernel_loader.metadata import FILE_NAME, MAX_BYTES, Metadata, is_safe_path
@@ -24,8 +24,7 @@ from kernel_loader.sources.hub import RemoteFile, git_blob
 from kernel_loader.sources.protocol import Request
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBuild:
+class CachedBuild(NamedTuple):
     """The directory of a build in a snapshot."""
 
     directory: Path
@@ -77,8 +76,7 @@ class CachedBuild:
         return {file.as_posix() for file in files if "__pycache__" not in file.parts and file.suffix != ".pyc"}
 
 
-@dataclass(frozen=True, slots=True)
-class HFCache:
+class HFCache(NamedTuple):
     """A cache of the Hugging Face client."""
 
     root: Path
@@ -128,8 +126,7 @@ class HFCache:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Hashes:
+class _Hashes(NamedTuple):
     size: int
     sha256: bytes
     blob: str

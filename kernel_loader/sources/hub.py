@@ -15,9 +15,8 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from kernel_loader import __version__
@@ -45,8 +44,7 @@ _SESSION: Final = threading.Lock()
 _Kind = TypeVar("_Kind")
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
+class RemoteFile(NamedTuple):
     """A file of a build, as the Hub lists it.
 
     Attributes:

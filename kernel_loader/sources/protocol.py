@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kernel_loader.metadata import Metadata
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """A repository, at a version (its branch `v<N>`) or at a revision."""
 
     repo: str
@@ -26,8 +24,7 @@ class Request:
         return f"v{self.version}" if self.version is not None else self.revision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class Listing(NamedTuple):
     """The builds of a repository, by name, as one source has them.
 
     `commit` is where the revision stood when it was asked for; None in sources that have no revisions.
@@ -39,8 +36,7 @@ class Listing:
     commit: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
+class Fetched(NamedTuple):
     """A build on this machine, verified, and the digest of its content."""
 
     path: Path

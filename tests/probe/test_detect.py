@@ -11,7 +11,7 @@ import pytest
 import kernel_loader
 from kernel_loader.errors import SettingsError
 from kernel_loader.host import Backend, Host, HostDevice
-from kernel_loader.probe import Fact, bounded, detect
+from kernel_loader.probe import Fact, begin, detect
 
 
 def test_every_fact_of_a_host_is_asked_for() -> None:
@@ -30,14 +30,14 @@ def test_what_was_detected_reads_back_from_json() -> None:
     assert Host.from_json(host.to_json()) == host
 
 
-# -------------------------------------------------------------------------------------------------------------- bounded
+# ---------------------------------------------------------------------------------------------------------------- begin
 
 
 def test_a_probe_that_raises_leaves_its_facts_unknown_with_the_reason() -> None:
     def probe():
         raise ValueError("no such file")
 
-    facts = bounded(probe, ("driver", "cuda_toolkit"), 60)
+    facts = begin((probe, ("driver", "cuda_toolkit")))(60)
     assert facts == dict.fromkeys(("driver", "cuda_toolkit"), Fact(None, "ValueError: no such file", known=False))
 
 
@@ -49,22 +49,37 @@ def test_a_probe_that_hangs_leaves_its_facts_unknown_with_the_reason() -> None:
         return {"driver": Fact("580", "late")}
 
     try:
-        assert bounded(probe, ("driver",), 0.05) == {"driver": Fact(None, "no answer in 0.05 s", known=False)}
+        assert begin((probe, ("driver",)))(0.05) == {"driver": Fact(None, "no answer in 0.05 s", known=False)}
     finally:
         release.set()
+
+
+def test_a_probe_that_hangs_takes_no_earlier_answer_with_it() -> None:
+    release = threading.Event()
+
+    def probe():
+        release.wait()
+        return {"devices": Fact((), "late")}
+
+    try:
+        facts = begin((lambda: {"driver": Fact("580", "x")}, ("driver",)), (probe, ("devices",)))(0.5)
+    finally:
+        release.set()
+    assert facts["driver"] == Fact("580", "x")
+    assert not facts["devices"].known
 
 
 def test_a_probe_that_hangs_does_not_keep_the_process(run_python) -> None:
     code = (
         "import threading\n"
-        "from kernel_loader.probe import bounded\n"
-        "print(bounded(threading.Event().wait, ('driver',), 0.05)['driver'].known)"
+        "from kernel_loader.probe import begin\n"
+        "print(begin((threading.Event().wait, ('driver',)))(0.05)['driver'].known)"
     )
     assert run_python(code).strip() == "False"
 
 
 def test_a_probe_that_answers_is_believed() -> None:
-    assert bounded(lambda: {"driver": Fact("580", "x")}, ("driver",), 60) == {"driver": Fact("580", "x")}
+    assert begin((lambda: {"driver": Fact("580", "x")}, ("driver",)))(60) == {"driver": Fact("580", "x")}
 
 
 def test_a_torch_that_cannot_be_read_is_unknown_and_the_rest_is_not(run_python, tmp_path) -> None:

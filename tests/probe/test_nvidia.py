@@ -197,10 +197,10 @@ def ask(nvml_directory, run_python, tmp_path):
         code = (
             "import json\n"
             "from pathlib import Path\n"
-            "from kernel_loader.probe import Fact, amd, bounded, nvidia, python\n"
+            "from kernel_loader.probe import Fact, amd, begin, nvidia, python\n"
             "def devices(**environ): return [d.arch for d in nvidia.devices(environ).value]\n"
             "def facts(probe, *names):\n"
-            "    found = bounded(probe, names, 0.2 if HANG else 60)\n"
+            "    found = begin((probe, names))(0.2 if HANG else 60)\n"
             "    return {name: [fact.value, fact.known, fact.source] for name, fact in found.items()}\n"
             f"ROOT, HANG = Path({str(tmp_path)!r}), {'FAKE_HANG' in environ}\n"
             f"print(json.dumps([{', '.join(expressions)}]))"
