@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
-from report import ROOT, Report, Row, arguments, table
+from report import ROOT, Report, Row, arguments, as_installed, table
 
 sys.path.insert(0, str(ROOT))
 
@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--latency", type=float, default=0.05, help="seconds that every request waits")
     options = parser.parse_args()
+    as_installed()
     rows, details = [], []
     for files, target in ((10, 0.5), (400, 0.25)):
         with Hub(latency=options.latency) as hub:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 
-from report import Report, Row, arguments, ask, table
+from report import Report, Row, arguments, as_installed, ask, table
 
 HEAVY = ("torch", "huggingface_hub")
 OURS = "import kernel_loader"
@@ -43,7 +43,7 @@ def import_times(candidates: dict[str, str], runs: int) -> dict[str, float]:
     for run in range(runs + 1):
         for statement, python in candidates.items():
             seconds = float(ask(python, "-c", _CLOCK.format(statement=statement)))
-            if run:  # the first one writes bytecode and fills the page cache
+            if run:  # the first one fills the page cache
                 taken[statement].append(seconds)
     return {statement: statistics.median(values) for statement, values in taken.items()}
 
@@ -56,6 +56,7 @@ def count(python: str, statement: str) -> tuple[int, int, tuple[str, ...]]:
 
 def run(peer: str, runs: int) -> Report:
     """Measure both."""
+    as_installed()
     candidates = {OURS: sys.executable, OURS_IN_USE: sys.executable, THEIRS: peer}
     taken = import_times(candidates, runs)
     counted = {statement: count(python, statement) for statement, python in candidates.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import subprocess
 from collections.abc import Sequence
@@ -11,6 +12,11 @@ from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def as_installed() -> None:
+    """Write the bytecode of the package, as installers do: an environment may forbid Python to write it on import."""
+    compileall.compile_dir(ROOT / "kernel_loader", quiet=1)
 
 
 @dataclass(frozen=True, slots=True)

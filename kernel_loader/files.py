@@ -15,8 +15,10 @@ def hash_file(file: Path, algorithm: str = "sha256") -> str:
         return base64.b64encode(hashlib.file_digest(stream, algorithm).digest()).decode()
 
 
-def replace_file(file: Path, content: bytes, mode: int = 0o644) -> None:
-    """Put content in the place of a file: durable first, then renamed, so that readers see the old or the new.
+def replace_file(file: Path, content: bytes, mode: int = 0o644, *, durable: bool = True) -> None:
+    """Put content in the place of a file by one rename, so that readers see the old or the new.
+
+    `durable` writes the content to the disk before: after a loss of power, too, one of the two is there.
 
     Raises:
         OSError: it cannot be written; the old one stays.
@@ -26,8 +28,9 @@ def replace_file(file: Path, content: bytes, mode: int = 0o644) -> None:
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
         Path(temporary).chmod(mode)
         Path(temporary).replace(file)
     finally:

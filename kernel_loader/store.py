@@ -269,10 +269,13 @@ class Store:
             lock.release()
 
     def write(self, file: Path, document: Mapping[str, Any]) -> None:
-        """Replace a JSON file of the store: readers see the old one or the new one."""
+        """Replace a JSON file of the store: readers see the old one or the new one.
+
+        It is not made durable. What a loss of power takes of it counts as absent, and is asked for or hashed again.
+        """
         with self._writing():
             file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, json.dumps(document, indent=1, sort_keys=True).encode())
+            replace_file(file, json.dumps(document, indent=1, sort_keys=True).encode(), durable=False)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
