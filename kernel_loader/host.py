@@ -40,7 +40,7 @@ def normal_os(name: str) -> str:
 
 def normal_distribution(name: str) -> str:
     """The one spelling of a Python distribution's name (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
 
 
 def normal_cpu(name: str) -> str:

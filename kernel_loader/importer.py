@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import platform
 import re
 import sys
@@ -105,9 +106,10 @@ def _refuse_unloadable(package: Path, origin: Origin) -> None:
     if sys.platform != "linux":
         return
     try:
-        for library in sorted(package.rglob("*.so")):
-            if (fault := elf.fault(library, platform.machine())) is not None:
-                raise AbiMismatch(origin.kernel, origin, f"{library.name}: {fault}")
+        for parent, _, files in os.walk(package):
+            for library in (file for file in sorted(files) if file.endswith(".so")):
+                if (fault := elf.fault(Path(parent, library), platform.machine())) is not None:
+                    raise AbiMismatch(origin.kernel, origin, f"{library}: {fault}")
     except OSError as error:
         if isinstance(error, KernelLoaderError):
             raise

@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     @property
     def is_fixed(self) -> bool:
         """Whether the revision is a commit, which never moves."""
-        return re.fullmatch(r"[0-9a-f]{40}", self.request.git_revision or "") is not None
+        return len(revision := self.request.git_revision or "") == 40 and not revision.strip("0123456789abcdef")
 
     def merge(self, other: Entry | None) -> Self:
         """This answer, with what another process has learned of the same commit."""
@@ -95,7 +95,7 @@ class Index:
     def publisher(self, name: str) -> tuple[bool, float] | None:
         """Whether a publisher was trusted by the Hub, and when it was asked."""
         document = read_json(self._publisher_file(name))
-        if document is None or not isinstance(document.get("trusted"), bool):
+        if document is None or document.get("publisher") != name or not isinstance(document.get("trusted"), bool):
             return None
         return document["trusted"], float(document.get("asked", 0.0))
 
@@ -124,11 +124,18 @@ class Index:
     def _file(self, request: Request) -> Path:
         # The hash keeps apart what a file system that folds case would not.
         asked = f"{request.repo}@{request.git_revision}"
-        readable = re.sub(r"[^\w.@\-]+", "--", asked, flags=re.ASCII)[:80]
-        return self._store.root / "index" / f"{readable}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+        return (
+            self._store.root
+            / "index"
+            / f"{_readable(asked)[:80]}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+        )
 
     def _publisher_file(self, name: str) -> Path:
-        return self._store.root / "publishers" / (re.sub(r"[^\w.\-]", "_", name, flags=re.ASCII) + ".json")
+        return self._store.root / "publishers" / f"{_readable(name)}.json"
+
+
+def _readable(text: str) -> str:
+    return re.sub(r"[^\w.@\-]+", "--", text, flags=re.ASCII)
 
 
 def _is_entry(document: dict[str, Any]) -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # a warm load needs neither
 
 logger = logging.getLogger("kernel_loader")
 
-PARALLEL: Final = 16
+PARALLEL: Final = 32
 
 
 class PublishedBuilds:

@@ -97,7 +97,7 @@ class Settings:
                 for part in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep)
                 if part
             ),
-            disable=frozenset(re.findall(r"[^\s,]+", environ.get(f"{PREFIX}DISABLE", ""))),
+            disable=frozenset(environ.get(f"{PREFIX}DISABLE", "").replace(",", " ").split()),
             strict=_boolean(environ, f"{PREFIX}STRICT"),
             offline=_boolean(environ, f"{PREFIX}OFFLINE") or _boolean(environ, "HF_HUB_OFFLINE"),
             refresh_after=_seconds(environ, f"{PREFIX}REFRESH_AFTER", DAY),
@@ -148,12 +148,12 @@ def _path(variable: str, value: str) -> Path:
 
 def _seconds(environ: Mapping[str, str], variable: str, default: float) -> float:
     value = environ.get(variable, "")
+    if not value:
+        return default
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd]?)", value)
-    if match is not None:
-        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-    if value:
+    if match is None:
         raise SettingsError(variable, value, "seconds, or a number with m, h or d, such as 12h")
-    return default
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def _local(environ: Mapping[str, str], variable: str, separators: str) -> dict[str, Path]:

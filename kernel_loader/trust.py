@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,8 @@ from kernel_loader.sources import Request
 
 logger = logging.getLogger("kernel_loader")
 
-# Anyone may open a pull request; its ref is code that the owner of the repository has not taken.
-_PROPOSED: Final = r"refs/(?!heads/|tags/)"
+# Anyone may open a pull request: other refs than these are code that the owner of the repository has not taken.
+_OWN: Final = ("refs/heads/", "refs/tags/")
 
 
 class Gate:
@@ -60,7 +59,8 @@ class Gate:
         """
         if allowed is True or (not isinstance(allowed, bool) and request.repo in allowed):
             return
-        if re.match(_PROPOSED, request.git_revision or ""):
+        revision = request.git_revision or ""
+        if revision.startswith("refs/") and not revision.startswith(_OWN):
             raise TrustError(str(request), "its revision is a proposed change, which its owner has not taken")
         if named:
             return

@@ -36,11 +36,8 @@ def installed(path: Iterable[str]) -> dict[str, str]:
             names = os.listdir(directory or ".")  # noqa: PTH208 - names alone, thousands of them
         except OSError:
             continue  # zip files and directories that are gone may stand on sys.path
-        for name in names:
-            stem, dot, suffix = name.rpartition(".")
-            distribution, dash, version = stem.partition("-")
-            if not dot or suffix not in ("dist-info", "egg-info"):
-                continue
+        for name in (name for name in names if name.endswith((".dist-info", ".egg-info"))):
+            distribution, dash, version = name.rpartition(".")[0].partition("-")
             # egg-info names may go on, NAME-VERSION-pyX.Y; that of a project in development is its name alone.
             version = version.partition("-")[0] if dash else _version_in(Path(directory, name, "PKG-INFO"))
             found.setdefault(normal_distribution(distribution), version)

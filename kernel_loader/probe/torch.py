@@ -78,7 +78,7 @@ def _release(version: str | None) -> str | None:
 
 def xpu_release(version: str | None) -> str | None:
     """Release, "2025.2", of a oneAPI version such as "20250200": year, two digits for the release, patch."""
-    match = re.match(r"(\d{4})\.?(\d{1,2})", version or "")
+    match = re.match(r"(\d{4})\.?(\d{1,2})", version) if version else None
     return f"{match[1]}.{int(match[2])}" if match else None
 
 
