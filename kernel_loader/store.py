@@ -45,6 +45,9 @@ LOCK_SECONDS: Final = 600.0
 # Seconds after which a staging directory of another machine counts as left behind.
 STALE_SECONDS: Final = 24 * 3600.0
 
+# What a receipt says of a file, beside its hash.
+_LOOKS: Final = ("size", "mtime_ns", "inode")
+
 _AGAIN: Final = "Remove the directory, or run `kernel-loader cache prune`, and load again: it is then fetched anew."
 
 
@@ -106,7 +109,7 @@ class Store:
         """Every build that has a receipt, by digest."""
         found = []
         for file in sorted(self._receipts.glob("*.json")) if self._receipts.is_dir() else []:
-            receipt = read_json(file)
+            receipt = _read_receipt(file)
             directory = self._builds / file.stem
             if receipt is not None and directory.is_dir():
                 sources = tuple(Source(**source) for source in receipt["sources"])
@@ -116,17 +119,13 @@ class Store:
         return tuple(found)
 
     def _verify(self, directory: Path, digest: str, *, trust_receipt: bool) -> None:
-        receipt = read_json(self._receipt(digest))
+        receipt = _read_receipt(self._receipt(digest))
         known: dict[str, Any] = receipt["files"] if receipt and receipt["digest"] == digest else {}
         there = dict(_walk(directory))
         hashes, changed = {}, not known
         for path, status in there.items():
             entry = known.get(path)
-            if (
-                trust_receipt
-                and entry is not None
-                and _looks(status) == {key: entry[key] for key in ("size", "mtime_ns", "inode")}
-            ):
+            if trust_receipt and entry is not None and _looks(status) == tuple(map(entry.get, _LOOKS)):
                 hashes[path] = entry["sha256"]
             else:
                 hashes[path], changed = hash_file(directory / path), True
@@ -184,7 +183,7 @@ class Store:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not target.is_dir():
                     raise
             _sync(self._builds)
-            receipt = read_json(self._receipt(digest)) or {"sources": []}
+            receipt = _read_receipt(self._receipt(digest)) or {"sources": []}
             receipt["sources"] = _with_source(receipt["sources"], source)
             self._write_receipt(digest, hashes, dict(_walk(target)), receipt["sources"])
         return target, digest
@@ -301,7 +300,9 @@ class Store:
     def _write_receipt(
         self, digest: str, hashes: Mapping[str, str], there: Mapping[str, os.stat_result], sources: list[dict[str, str]]
     ) -> None:
-        files = {path: {"sha256": hashes[path]} | _looks(there[path]) for path in hashes}
+        files = {
+            path: {"sha256": hashes[path]} | dict(zip(_LOOKS, _looks(there[path]), strict=True)) for path in hashes
+        }
         document = {"schema": SCHEMA, "digest": digest, "sources": sources, "files": files}
         self.write(self._receipt(digest), document)
 
@@ -361,14 +362,14 @@ def _with_source(sources: list[dict[str, str]], source: Source) -> list[dict[str
     return [old for old in sources if old != new] + [new]
 
 
-def _looks(status: os.stat_result) -> dict[str, int]:
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+def _looks(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
     """Path and status of every file. A link, or anything that is no file, is an error: nothing outside is read."""
     with os.scandir(directory) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
+        for entry in entries:
             path = f"{prefix}{entry.name}"
             if entry.is_dir(follow_symlinks=False):
                 if entry.name != "__pycache__":
@@ -396,3 +397,18 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return document if isinstance(document, dict) and document.get("schema", SCHEMA) == SCHEMA else None
+
+
+def _read_receipt(file: Path) -> dict[str, Any] | None:
+    """A receipt, unless it says something else than a receipt does."""
+    document = read_json(file) or {}
+    sources, files = document.get("sources"), document.get("files")
+    is_receipt = (
+        isinstance(document.get("digest"), str)
+        and isinstance(sources, list)
+        and all(isinstance(source, dict) and source.keys() == set(Source._fields) for source in sources)
+        and isinstance(files, dict)
+        and all(isinstance(e, dict) and isinstance(e.get("sha256"), str) for e in files.values())
+        and all(isinstance(entry.get("size"), int) for entry in files.values())
+    )
+    return document if is_receipt else None

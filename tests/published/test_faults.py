@@ -1,5 +1,6 @@
 """What goes wrong on the way from the Hub, and what is on disk afterwards: the whole build, or nothing of it."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from kernel_loader.errors import (
     SourceError,
     StoreError,
 )
+from kernel_loader.store import Store
 from tests.hub import Answer, Fault
 from tests.published.conftest import files
 
@@ -330,6 +332,30 @@ def test_a_lost_receipt_costs_hashing_and_nothing_else(site):
     site.hub.requests.clear()
     assert site.loader().load("kernel").double(21) == 42
     assert len(site.hub.requests) == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda receipt: "",
+        lambda receipt: "[]",
+        lambda receipt: "{}",
+        lambda receipt: json.dumps(receipt)[:-40],
+        lambda receipt: json.dumps(receipt | {"digest": 1}),
+        lambda receipt: json.dumps(receipt | {"files": {"__init__.py": "x"}}),
+        lambda receipt: json.dumps(receipt | {"files": {name: {} for name in receipt["files"]}}),
+        lambda receipt: json.dumps(receipt | {"sources": [{"repo": "org/kernel"}]}),
+    ],
+)
+def test_a_damaged_receipt_counts_as_lost(site, damage):
+    site.loader().load("kernel")
+    (receipt,) = (site.store / "receipts").iterdir()
+    receipt.write_text(damage(json.loads(receipt.read_text())))
+    site.hub.requests.clear()
+    assert Store(site.store).all() == ()
+    assert site.loader().load("kernel").double(21) == 42
+    assert len(site.hub.requests) == 0
+    assert len(Store(site.store).all()) == 1
 
 
 def test_a_build_that_is_gone_is_fetched_again(site):
