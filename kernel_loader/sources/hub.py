@@ -11,6 +11,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import os
 import re
 import tempfile
 import threading
@@ -386,7 +387,11 @@ def _write(chunks: Iterator[bytes], target: Path, file: RemoteFile, tell: Callab
                 stream.write(chunk)
                 yield chunk
 
-        return _check(written(), file, tell)
+        found = _check(written(), file, tell)
+        # It must be durable before the build is published; here that costs no time, as other files are on their way.
+        stream.flush()
+        os.fsync(stream.fileno())
+        return found
 
 
 def _check(chunks: Iterator[bytes], file: RemoteFile, tell: Callable[[int], object]) -> tuple[bytes, str]:
