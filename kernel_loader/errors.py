@@ -22,6 +22,7 @@
       KernelImportError(ImportError)      a build was chosen and its import failed
         AbiMismatch                       ... its shared library does not fit this machine
         MissingDependency                 ... it needs a Python package that is not here
+        OpNamespaceTaken                  ... its ops would overwrite those of a build that is loaded
         MissingEntrypoints                ... it lacks symbols that the bundle promises
       CyclicDependency(ValueError)        kernels need each other in a circle
 
@@ -379,6 +380,19 @@ class MissingDependency(KernelImportError):
     @property
     def remedy(self) -> str:
         return f"Install what it needs: pip install {' '.join(self.requirements)}"
+
+
+class OpNamespaceTaken(KernelImportError):
+    """A build defines ops of torch under a namespace that another build has in this process; nothing of it ran."""
+
+    namespaces: tuple[str, ...] = ()
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "Load one of the two in a process: take the same version everywhere in it, or start another process for "
+            f"this one. Or {_REFERENCE}."
+        )
 
 
 class MissingEntrypoints(KernelImportError):

@@ -30,8 +30,16 @@ from typing import Final
 
 from kernel_loader import elf
 from kernel_loader.dependencies import offered
-from kernel_loader.errors import AbiMismatch, KernelImportError, KernelLoaderError, MissingDependency, SourceError
+from kernel_loader.errors import (
+    AbiMismatch,
+    KernelImportError,
+    KernelLoaderError,
+    MissingDependency,
+    OpNamespaceTaken,
+    SourceError,
+)
 from kernel_loader.metadata import Metadata
+from kernel_loader.op_namespaces import CLAIMS, NamespaceTakenError
 from kernel_loader.provenance import Origin
 
 HOME: Final = "kernel_loader.loaded"
@@ -169,9 +177,10 @@ class PackageLoader(SourceLoader):
     """
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the package."""
+        """Execute the package, unless it defines ops under a namespace that another build has taken."""
         try:
-            super().exec_module(module)
+            with CLAIMS.claim(module.__name__, Path(self.path).parent):
+                super().exec_module(module)
         except BaseException:
             for name in list(sys.modules):
                 if name.startswith(f"{module.__name__}."):
@@ -183,6 +192,8 @@ FINDER: Final = BuildFinder()
 
 
 def _import_error(origin: Origin, error: BaseException) -> KernelImportError:
+    if isinstance(error, NamespaceTakenError):
+        return OpNamespaceTaken(origin.kernel, origin, str(error), error.namespaces)
     cause = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(HOME):
         package = error.name.partition(".")[0]

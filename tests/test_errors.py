@@ -23,6 +23,7 @@ from kernel_loader.errors import (
     MissingEntrypoints,
     NoCompatibleBuild,
     NotCached,
+    OpNamespaceTaken,
     RepositoryMissing,
     RequestError,
     SettingsError,
@@ -89,6 +90,7 @@ SAMPLES = [
     KernelImportError("activation", ORIGIN, "no\nsuch\r\nthing"),
     AbiMismatch("activation", ORIGIN, "undefined symbol: _ZN3c10"),
     MissingDependency("activation", ORIGIN, "No module named 'einops'", ("einops>=0.8", "numpy")),
+    OpNamespaceTaken("activation", ORIGIN, "op namespaces _activation are those of another", ("_activation",)),
     MissingEntrypoints("activation", ORIGIN, "It has: gelu", ("silu = silu_and_mul", "gelu = gelu_fast")),
 ]
 IDS = [f"{type(error).__name__}{index}" for index, error in enumerate(SAMPLES)]
