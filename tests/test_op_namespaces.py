@@ -5,10 +5,10 @@ import sys
 import sysconfig
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 from kernel_loader.errors import OpNamespaceTaken
 from kernel_loader.importer import import_build, module_name, package_directory
@@ -167,16 +167,12 @@ def library(tmp_path_factory):
     """A compiled module that registers ops with torch's own macros."""
     directory = tmp_path_factory.mktemp("compiled")
     (directory / "ext.cpp").write_text(COMPILED)
-    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    command = [
-        "c++",
-        "-std=c++20",
-        "-O0",
-        "-shared",
-        "-fPIC",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-    ]
-    command += [f"-I{path}" for path in includes] + [f"-L{path}" for path in cpp_extension.library_paths()]
+    # torch.utils.cpp_extension knows these too, and imports setuptools, which puts packages of its own on sys.path.
+    home = Path(torch.__file__).parent
+    includes = [home / "include", home / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    command = ["c++", "-std=c++20", "-O0", "-shared", "-fPIC", abi, *(f"-I{path}" for path in includes)]
+    command += [f"-L{home / 'lib'}"]
     command += [str(directory / "ext.cpp"), "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(directory / "ext.abi3.so")]
     subprocess.run(command, check=True, timeout=300)
     return directory / "ext.abi3.so"
