@@ -189,7 +189,8 @@ def load_module(
     """Load the module of any kernel repository: the build that fits this machine, verified and imported once.
 
     Args:
-        repo_id: repository on the Hub, "org/name".
+        repo_id: repository on the Hub, "org/name"; or a registered name, whose module has no bundle's promises, and
+            whose reference serves where no build fits.
         version: version of the repository (its branch `v<N>`).
         revision: branch, tag or commit, instead of a version; "main" when neither is given.
         backend: as in `load_kernel`.

@@ -25,6 +25,9 @@
         OpNamespaceTaken                  ... its ops would overwrite those of a build that is loaded
         MissingEntrypoints                ... it lacks symbols that the bundle promises
       CyclicDependency(ValueError)        kernels need each other in a circle
+      LockError(ValueError)               a lock file cannot be used
+        LockMissing                       ... it is not there, or does not name the kernel
+      KernelizeError(ValueError)          a layer cannot be replaced by its kernel
 
 Every error is also the builtin that a caller would expect, holds its parts as fields, survives pickling, and its text
 ends with what to do next. Text is made when it is asked for, from the fields.
@@ -427,3 +430,39 @@ class CyclicDependency(KernelLoaderError, ValueError):
     @property
     def remedy(self) -> str:
         return "Report it to their authors, or choose another version of one of them."
+
+
+class LockError(KernelLoaderError, ValueError):
+    """A lock file that cannot be used."""
+
+    file: str
+    detail: str
+
+    @property
+    def problem(self) -> str:
+        return f"Lock file {self.file}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return "Lock the project again, and keep the file under version control."
+
+
+class LockMissing(LockError):
+    """There is no lock file, or it does not name the kernel."""
+
+
+class KernelizeError(KernelLoaderError, ValueError):
+    """A layer cannot be replaced by its kernel, and may not keep its own forward. `code` tells why, for programs."""
+
+    layer: str
+    code: str
+    detail: str
+    advice: str
+
+    @property
+    def problem(self) -> str:
+        return f"Layer {self.layer}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice

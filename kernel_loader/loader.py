@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -119,7 +119,7 @@ class KernelLoader:
         trust_remote_code: bool | Collection[str] = False,
     ) -> ModuleType:
         """As the function `load_module`."""
-        ask = self._ask(_of_repository(repo_id), version, revision, backend, None)
+        ask = self._ask(self._manifest(repo_id), version, revision, backend, None)
         allowed = _allowed(trust_remote_code)
         loaded: ModuleType = self._once.get((ask, allowed), lambda: self._load_module(ask, allowed), _name_of)
         return loaded
@@ -206,19 +206,26 @@ class KernelLoader:
         return Ask(manifest=manifest, backend=backend, fallback=fallback or self.settings.fallback)
 
     def _load(self, ask: Ask) -> Any:  # noqa: ANN401 - load_kernel has the types
+        return self._load_as(ask, self._bundle)
+
+    def _load_as(self, ask: Ask, bring: Callable[[Ask, Choice], Any]) -> Any:  # noqa: ANN401 - a bundle or a module
+        """Load a named kernel; its reference where no build fits, or where one fails and the caller has agreed."""
         choice = None
         try:
             choice = self._chooser.choose(ask, self.host)
-            return self._bring(ask, choice)
+            return bring(ask, choice)
         except KernelLoaderError as error:
             has_another = ask.manifest.reference is not None and not (choice and choice.reference)
             if ask.fallback != "reference" or not has_another:
                 raise
             warning = f"failed, and the slow reference is used instead. {error}"
-            return self._bring(ask, self._chooser.reference(ask, self.host, str(error), warning))
+            return bring(ask, self._chooser.reference(ask, self.host, str(error), warning))
 
     def _load_module(self, ask: Ask, allowed: bool | frozenset[str]) -> ModuleType:  # noqa: FBT001 - as the caller's
-        assert ask.request is not None, "a module is that of a repository"
+        if not ask.manifest.is_anonymous:
+            module: ModuleType = self._load_as(ask, self._module)
+            return module
+        assert ask.request is not None, "what has no manifest is a repository"
         if ask.request.repo in self.settings.local:
             return self._import(ask, self._chooser.choose(ask, self.host))[0]
         # The Hub is asked about its publisher while its builds are listed, and has answered before one is fetched.
@@ -226,7 +233,12 @@ class KernelLoader:
             choice = self._chooser.choose(ask, self.host)
         return self._import(ask, choice)[0]
 
-    def _bring(self, ask: Ask, choice: Choice) -> Any:  # noqa: ANN401 - load_kernel has the types
+    def _module(self, ask: Ask, choice: Choice) -> ModuleType:
+        """Trust, fetch and import a build."""
+        self._admit(ask, choice)
+        return self._import(ask, choice)[0]
+
+    def _bundle(self, ask: Ask, choice: Choice) -> Any:  # noqa: ANN401 - load_kernel has the types
         """Trust, fetch, import and bind a build."""
         assert ask.bundle is not None, "only asked for bundles"
         self._admit(ask, choice)

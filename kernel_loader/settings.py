@@ -22,7 +22,17 @@ OVERRIDE_PREFIX: Final = f"{PREFIX}OVERRIDE_"
 
 VARIABLES: Final = tuple(
     f"{PREFIX}{name}"
-    for name in ("CACHE", "DISABLE", "FALLBACK", "LOCAL", "MANIFESTS", "OFFLINE", "REFRESH_AFTER", "STRICT")
+    for name in (
+        "CACHE",
+        "DISABLE",
+        "DISABLE_MAPPING",
+        "FALLBACK",
+        "LOCAL",
+        "MANIFESTS",
+        "OFFLINE",
+        "REFRESH_AFTER",
+        "STRICT",
+    )
 )
 
 DAY: Final = 24 * 3600.0
@@ -51,6 +61,7 @@ class Settings:
         local: repository id -> a directory that stands for it: a repository, its `build/`, or one build.
         manifests: directories with manifests of your own; the first that names a kernel wins.
         disable: kernels, by name, for which the reference is always taken.
+        disable_mapping: `kernelize` replaces no layer.
         strict: refuse builds whose compatibility cannot be decided, instead of trying them with a warning.
         cache: directory of the store.
         offline: never ask the Hub.
@@ -63,6 +74,7 @@ class Settings:
     local: Mapping[str, Path] = field(default_factory=dict)
     manifests: tuple[Path, ...] = ()
     disable: frozenset[str] = frozenset()
+    disable_mapping: bool = False
     strict: bool = False
     cache: Path = field(default_factory=_default_cache)
     offline: bool = False
@@ -98,6 +110,7 @@ class Settings:
                 if part
             ),
             disable=frozenset(environ.get(f"{PREFIX}DISABLE", "").replace(",", " ").split()),
+            disable_mapping=_boolean(environ, f"{PREFIX}DISABLE_MAPPING"),
             strict=_boolean(environ, f"{PREFIX}STRICT"),
             offline=_boolean(environ, f"{PREFIX}OFFLINE") or _boolean(environ, "HF_HUB_OFFLINE"),
             refresh_after=_seconds(environ, f"{PREFIX}REFRESH_AFTER", DAY),

@@ -1,0 +1,155 @@
+"""Does a kernel's layer fit the one whose forward it takes? Looked at before the first module is changed."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, Final
+
+from kernel_loader.layers.mode import Mode
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FLAGS: Final = frozenset({"can_torch_compile", "has_backward"})
+_KEYWORD: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def faults(layer: type, base: type) -> tuple[str, ...]:
+    """Why forward of `layer` cannot be that of modules of the class `base`; empty when it can."""
+    from torch import nn
+
+    if not issubclass(layer, nn.Module):
+        return (f"{layer.__qualname__} is no nn.Module",)
+    found = []
+    if layer.__init__ is not nn.Module.__init__:
+        found.append("it has a constructor, and a kernel's layer has no state of its own")
+    extra = {n for n in dir(layer) if not (n.startswith("__") and n.endswith("__"))} - set(dir(nn.Module)) - _FLAGS
+    if extra:
+        found.append(f"it has members beside forward ({', '.join(sorted(extra))}), which modules of the model lack")
+    return (*found, *_signature_faults(layer, base))
+
+
+def unsupported(layer: type, mode: Mode) -> str:
+    """What of a mode a layer does not support, by what it says of itself; empty when it supports all."""
+    if Mode.TRAINING in mode and not getattr(layer, "has_backward", True):
+        return "it has no backward pass (has_backward)"
+    if Mode.TORCH_COMPILE in mode and not getattr(layer, "can_torch_compile", False):
+        return "it does not say that it works with torch.compile (can_torch_compile)"
+    return ""
+
+
+def forward_for(layer: type[nn.Module], base: type[nn.Module]) -> Any:  # noqa: ANN401 - a function or a staticmethod
+    """The forward of a layer, its parameters called as in `base`, so that calls by keyword work as before.
+
+    Only the names in the function's code object change, so that a call costs the same.
+    """
+    forward = inspect.getattr_static(layer, "forward")
+    names = _renamed(layer, base)
+    if not names:
+        return forward
+    function: Any = forward.__func__ if isinstance(forward, staticmethod) else forward
+    renamed = _rename(function, names)
+    return staticmethod(renamed) if isinstance(forward, staticmethod) else renamed
+
+
+def _signature_faults(layer: type, base: type) -> list[str]:
+    mine, theirs = parameters(layer), parameters(base)
+    if _takes_anything(theirs):
+        return []  # the original says nothing of its parameters
+    return _parameter_faults(mine, theirs) or _name_faults(layer, base, mine, theirs)
+
+
+def _parameter_faults(mine: list[Parameter], theirs: list[Parameter]) -> list[str]:
+    found = []
+    for index, wanted in enumerate(theirs):
+        if index >= len(mine):
+            if not _takes_rest(mine, wanted):
+                found.append(f"it lacks the parameter {wanted.name}")
+            continue
+        given = mine[index]
+        if given.kind is not wanted.kind and not _takes_rest(mine, wanted):
+            found.append(f"its parameter {given.name} is {given.kind.description}, {wanted.name} is not")
+        elif not _equal(given.default, wanted.default) and wanted.kind in _KEYWORD:
+            found.append(f"its parameter {given.name} has another default than {wanted.name}")
+    required = [p.name for p in mine[len(theirs) :] if p.default is Parameter.empty and p.kind in _KEYWORD]
+    if required:
+        found.append(f"it needs more parameters: {', '.join(required)}")
+    return found
+
+
+def _name_faults(layer: type, base: type, mine: list[Parameter], theirs: list[Parameter]) -> list[str]:
+    names = _renamed(layer, base)
+    there = f"({_listed(mine)} for {_listed(theirs)})"
+    if {*names.values()} & {p.name for p in mine} or names.keys() & {p.name for p in theirs}:
+        return [f"its parameters are in another order {there}"]
+    if names and not _can_be_renamed(inspect.getattr_static(layer, "forward"), names):
+        return [f"its parameters have other names {there}"]
+    return []
+
+
+def _renamed(layer: type, base: type) -> dict[str, str]:
+    """Parameter of the layer -> what it is called in the original, where that differs."""
+    theirs = parameters(base)
+    if _takes_anything(theirs):
+        return {}
+    pairs = zip(parameters(layer), theirs, strict=False)
+    return {a.name: b.name for a, b in pairs if a.name != b.name and a.kind is b.kind and a.kind in _KEYWORD}
+
+
+def parameters(cls: type) -> list[Parameter]:
+    """The parameters of a forward, without self."""
+    forward: Any = inspect.getattr_static(cls, "forward")
+    is_static = isinstance(forward, staticmethod)
+    found = list(inspect.signature(forward.__func__ if is_static else forward).parameters.values())
+    return found if is_static else found[1:]
+
+
+def _rename(function: types.FunctionType, names: dict[str, str]) -> types.FunctionType:
+    code = function.__code__
+    new = code.replace(
+        co_varnames=tuple(names.get(name, name) for name in code.co_varnames),
+        co_cellvars=tuple(names.get(name, name) for name in code.co_cellvars),
+    )
+    renamed = types.FunctionType(
+        new, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    renamed.__kwdefaults__ = {names.get(k, k): v for k, v in (function.__kwdefaults__ or {}).items()} or None
+    renamed.__doc__, renamed.__qualname__, renamed.__module__ = (
+        function.__doc__,
+        function.__qualname__,
+        function.__module__,
+    )
+    return renamed
+
+
+def _can_be_renamed(forward: object, names: dict[str, str]) -> bool:
+    function = forward.__func__ if isinstance(forward, staticmethod) else forward
+    # A decorated function hides its parameters behind *args, and no two locals may have one name.
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    code = function.__code__
+    return not {*code.co_varnames, *code.co_freevars} & {*names.values()}
+
+
+def _takes_anything(parameters: list[Parameter]) -> bool:
+    return [p.kind for p in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
+
+
+def _takes_rest(parameters: list[Parameter], wanted: Parameter) -> bool:
+    kinds = {p.kind for p in parameters}
+    if wanted.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):
+        return Parameter.VAR_KEYWORD in kinds
+    return {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds
+
+
+def _equal(one: object, other: object) -> bool:
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except Exception:  # noqa: BLE001 - whatever a default's own comparison raises
+        return False
+
+
+def _listed(parameters: list[Parameter]) -> str:
+    return ", ".join(p.name for p in parameters)

@@ -1,0 +1,640 @@
+"""kernelize: in place, all or nothing, and the model back as it was."""
+
+import copy
+import io
+import logging
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import kernel_loader
+from kernel_loader import (
+    Device,
+    KernelizeError,
+    KernelizeFallback,
+    LayerRepository,
+    LocalLayerRepository,
+    Mode,
+    RequestError,
+    kernelize,
+    kernelize_report,
+    replace_kernel_forward_from_hub,
+    unkernelize,
+    use_kernel_forward_from_hub,
+    use_kernel_mapping,
+    use_kernelized_func,
+)
+from kernel_loader.layers.swap import _warn_of_training
+from tests.layers.conftest import Model, Scale
+
+
+def mapped(repository, name="Scale", device="cpu"):
+    return use_kernel_mapping({name: {device: repository}}, inherit_mapping=False)
+
+
+def kernelized(model, repository, mode=Mode.INFERENCE, **options):
+    with mapped(repository):
+        return kernelize(model, mode=mode, **options)
+
+
+def codes(model):
+    return {(row.layer, row.code): row.total for row in kernelize_report(model).layers}
+
+
+# --- replaced, and back ---------------------------------------------------------------------------------------------
+
+
+def test_a_layer_gets_the_forward_of_its_kernel_and_gives_it_back(kernel, x):
+    model = Model()
+    before = model(x)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    instance = dict(model.first.__dict__)
+    assert kernelized(model, kernel()) is model
+    assert torch.equal(model.first(x), 10 * x * model.first.weight)
+    assert isinstance(model.first, Scale)
+    assert [type(model.first).__name__, type(model.first).__module__] == ["Scale", Scale.__module__]
+    assert model.state_dict().keys() == state.keys()
+    assert codes(model) == {("Scale", "used"): 2}
+    unkernelize(model)
+    assert torch.equal(model(x), before)
+    assert type(model.first) is Scale
+    assert model.first.__dict__ == instance
+    assert codes(model) == {("Scale", "not-kernelized"): 2}
+
+
+def test_nothing_stands_between_the_call_and_the_kernel(kernel):
+    model = kernelized(Model(), kernel())
+    forward = type(model.first).forward
+    assert "forward" not in model.first.__dict__
+    assert forward.__module__.startswith("kernel_loader.loaded.")
+    assert forward.__code__.co_filename.endswith("layers.py")
+
+
+def test_doing_it_again_changes_nothing_more(kernel, x):
+    repository = kernel()
+    model = kernelized(Model(), repository)
+    cls = type(model.first)
+    kernelized(model, repository)
+    assert type(model.first) is cls
+    kernelized(model, kernel(factor=3))
+    assert torch.equal(model.first(x), 3 * x * model.first.weight)
+    unkernelize(model)
+    assert type(model.first) is Scale
+
+
+def test_another_mode_takes_another_kernel_or_gives_the_forward_back(kernel, x):
+    modes = {Mode.INFERENCE: kernel(factor=2), Mode.TRAINING: kernel(factor=3)}
+    model = kernelized(Model(), modes)
+    assert torch.equal(model.first(x), 2 * x * model.first.weight)
+    kernelized(model, modes, Mode.TRAINING)
+    assert torch.equal(model.first(x), 3 * x * model.first.weight)
+    kernelized(model, modes, Mode.TRAINING | Mode.TORCH_COMPILE)
+    assert type(model.first) is Scale
+    assert codes(model) == {("Scale", "no-mode"): 2}
+
+
+def test_a_model_without_a_kernel_is_warned_of_and_refused_where_that_is_strict(kernel, caplog):
+    kernelized(nn.Linear(2, 2), kernel())
+    assert "replaced no layer. the model has no layer that mappings could know" in caplog.text
+    caplog.clear()
+    with use_kernel_mapping({}, inherit_mapping=False):
+        kernelize(Model(), mode=Mode.INFERENCE)
+        assert "replaced no layer. Scale: no mapping has the name Scale" in caplog.text
+        with pytest.raises(KernelizeError, match="not one was replaced"):
+            kernelize(Model(), mode=Mode.INFERENCE, strict=True)
+    kernelized(Model(), kernel(), strict=True)
+
+
+def test_each_kernel_is_told_of_once(kernel, caplog):
+    caplog.set_level(logging.INFO, logger="kernel_loader")
+    kernelized(nn.Sequential(*(Scale() for _ in range(5))), kernel())
+    assert sum("layer Scale takes" in message for message in caplog.messages) == 1
+
+
+# --- fallbacks ------------------------------------------------------------------------------------------------------
+
+
+CASES = {
+    "no-layer": ({"Other": {"cpu": "kernel"}}, KernelizeFallback.NO_LAYER),
+    "no-device": ({"Scale": {"cuda": "kernel"}}, KernelizeFallback.NO_DEVICE),
+    "no-properties": (
+        {"Scale": {Device("cpu", kernel_loader.CapabilityRange(1, 2)): "kernel"}},
+        KernelizeFallback.NO_COMPATIBLE_PROPERTIES,
+    ),
+    "no-mode": (
+        {"Scale": {"cpu": {Mode.TRAINING | Mode.TORCH_COMPILE: "kernel"}}},
+        KernelizeFallback.NO_COMPATIBLE_MODE,
+    ),
+    "cannot-load": ({"Scale": {"cpu": "gone"}}, KernelizeFallback.CANNOT_LOAD),
+    "misfit": ({"Scale": {"cpu": "misfit"}}, KernelizeFallback.CANNOT_LOAD),
+}
+
+
+@pytest.mark.parametrize(("code", "case"), CASES.items(), ids=CASES)
+def test_every_reason_is_covered_by_a_fallback_of_its_own(kernel, tmp_path, x, code, case):
+    mapping, flag = case
+    repositories = {
+        "kernel": kernel(),
+        "gone": LocalLayerRepository(tmp_path / "gone", layer_name="Scale"),
+        "misfit": kernel(layers="from torch import nn\nclass Scale(nn.Module):\n    def forward(self, x, y): ..."),
+    }
+
+    def filled(value):
+        return {k: filled(v) for k, v in value.items()} if isinstance(value, dict) else repositories[value]
+
+    mode = Mode.INFERENCE | Mode.TORCH_COMPILE if code == "no-mode" else Mode.INFERENCE
+    if code == "no-mode":
+        mapping = {"Scale": {"cpu": {Mode.TRAINING: "kernel"}}}
+    with use_kernel_mapping(filled(mapping), inherit_mapping=False):
+        for allowed in (True, KernelizeFallback.ALL, flag):
+            model = kernelize(Model(), mode=mode, use_fallback=allowed)
+            assert codes(model) == {("Scale", code): 2}
+            assert torch.equal(model.first(x), x * model.first.weight)
+        for refused in (False, KernelizeFallback.NONE, KernelizeFallback.ALL & ~flag):
+            model = Model()
+            with pytest.raises(kernel_loader.KernelLoaderError):
+                kernelize(model, mode=mode, use_fallback=refused)
+            assert type(model.first) is Scale
+
+
+FAILURES = {
+    "raises": "raise RuntimeError('broken')",
+    "exits": "import sys; sys.exit(1)",
+    "needs a package": "import no_such_package_here",
+    "syntax": "this is no Python",
+    "memory": "raise MemoryError",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+def test_a_fallback_covers_every_failure_of_loading(kernel, failure):
+    model = kernelized(Model(), kernel(init=failure))
+    assert codes(model) == {("Scale", "cannot-load"): 2}
+
+
+def test_nothing_is_replaced_when_a_later_layer_raises(kernel, tmp_path):
+    @use_kernel_forward_from_hub("Other")
+    class Other(nn.Module):
+        def forward(self, x):
+            return x
+
+    model = nn.Sequential(Scale(), Other())
+    mapping = {"Scale": {"cpu": kernel()}, "Other": {"cpu": LocalLayerRepository(tmp_path / "no", layer_name="Other")}}
+    with use_kernel_mapping(mapping, inherit_mapping=False), pytest.raises(kernel_loader.KernelLoaderError):
+        kernelize(model, mode=Mode.INFERENCE, use_fallback=False)
+    assert type(model[0]) is Scale
+    assert codes(model) == {("Scale", "not-kernelized"): 1, ("Other", "not-kernelized"): 1}
+
+
+@pytest.mark.parametrize(
+    ("layer", "mode", "used"),
+    [
+        ("Scale", Mode.TRAINING | Mode.TORCH_COMPILE, True),
+        ("NoBackward", Mode.INFERENCE, True),
+        ("NoBackward", Mode.TRAINING, False),
+        ("NoCompile", Mode.TRAINING, True),
+        ("NoCompile", Mode.INFERENCE | Mode.TORCH_COMPILE, False),
+    ],
+)
+def test_what_a_layer_says_of_itself_is_believed(kernel, layer, mode, used):
+    model = kernelized(Model(), kernel(layer), mode)
+    assert codes(model) == {("Scale", "used" if used else "no-mode"): 2}
+
+
+def test_a_kernel_that_is_registered_for_what_it_cannot_do_is_refused(kernel):
+    with mapped({Mode.TRAINING: kernel("NoBackward")}), pytest.raises(KernelizeError, match="no backward pass"):
+        kernelize(Model(), mode=Mode.TRAINING, use_fallback=False)
+
+
+def test_the_environment_can_switch_mappings_off(kernel, monkeypatch):
+    monkeypatch.setenv("KERNEL_LOADER_DISABLE_MAPPING", "1")
+    model = kernelized(Model(), kernel())
+    assert codes(model) == {("Scale", "disabled"): 2}
+
+
+@pytest.mark.parametrize("mode", [Mode.FALLBACK, Mode.TORCH_COMPILE, "inference", None])
+def test_a_mode_that_is_for_mappings_alone_is_refused(mode):
+    with pytest.raises(RequestError):
+        kernelize(Model(), mode=mode)
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x", torch.device("meta")])
+def test_a_device_that_is_none_is_refused_or_has_no_kernel(device, kernel):
+    if isinstance(device, torch.device):
+        assert codes(kernelized(Model(), kernel(), device=device)) == {("Scale", "no-device"): 2}
+    else:
+        with pytest.raises(RequestError):
+            kernelized(Model(), kernel(), device=device)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_condition_is_asked_of_every_module(kernel, x):
+    @use_kernel_forward_from_hub("Scale", condition=lambda module: module.weight[0] > 1)
+    class Conditional(Scale):
+        def forward(self, x):
+            return x
+
+    model = nn.Sequential(Conditional(), Conditional())
+    with torch.no_grad():
+        model[1].weight += 5
+    kernelized(model, kernel())
+    assert codes(model) == {("Scale", "condition"): 1, ("Scale", "used"): 1}
+    assert torch.equal(model[0](x), x)
+
+
+def test_a_subclass_inherits_the_name_along_with_forward_and_not_without(kernel):
+    class Same(Scale):
+        pass
+
+    class Changed(Scale):
+        def forward(self, x):
+            return -x
+
+    class Deeper(Changed):
+        pass
+
+    model = kernelized(nn.Sequential(Same(), Changed(), Deeper()), kernel())
+    assert [kernelize_report(layer).layers[0].code for layer in model] == ["used", "overridden", "overridden"]
+
+
+def test_two_users_name_one_class_without_taking_it_from_each_other(kernel, x):
+    class Theirs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x
+
+    replace_kernel_forward_from_hub(Theirs, "OneName")
+    replace_kernel_forward_from_hub(Theirs, "OtherName", condition=lambda module: True)
+    for name, factor in (("OneName", 2), ("OtherName", 3)):
+        with mapped(kernel(factor=factor), name):
+            assert torch.equal(kernelize(Theirs(), mode=Mode.INFERENCE)(x), factor * x)
+    with use_kernel_mapping({"OneName": {"cpu": kernel()}, "OtherName": {"cpu": kernel(factor=7)}}):
+        assert torch.equal(kernelize(Theirs(), mode=Mode.INFERENCE)(x), 7 * x)
+
+
+def test_classes_that_the_peer_has_named_are_known(kernel, x):
+    class Peers(Scale):
+        kernel_layer_name = "PeerName"
+        kernel_condition = staticmethod(lambda module: module.training)
+
+        def forward(self, x):
+            return x
+
+    with mapped(kernel(), "PeerName"):
+        model = kernelize(nn.Sequential(Peers(), Peers().eval()), mode=Mode.INFERENCE)
+    assert codes(model) == {("PeerName", "used"): 1, ("PeerName", "condition"): 1}
+
+
+@pytest.mark.parametrize("target", [3, "name", nn.Linear(1, 1)])
+def test_only_classes_and_functions_can_be_named(target):
+    with pytest.raises(RequestError):
+        use_kernel_forward_from_hub("Scale")(target)
+    with pytest.raises(RequestError):
+        replace_kernel_forward_from_hub(target, "Scale")
+
+
+# --- functions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_becomes_a_layer_and_is_replaced_for_all_who_call_it(kernel):
+    @use_kernel_forward_from_hub("double")
+    def double(x, by=2):
+        """Doc."""
+        return x * by
+
+    @use_kernelized_func(double)
+    class Caller(nn.Module):
+        def forward(self, x):
+            return double(x)
+
+    assert (double.__name__, double.__doc__, double(torch.tensor(2))) == ("double", "Doc.", 4)
+    one, two = nn.Sequential(Caller(), nn.Linear(1, 1)), nn.Sequential(Caller(), nn.Linear(1, 1))
+    with mapped(kernel("double"), "double"):
+        kernelize(one, mode=Mode.INFERENCE)
+        assert double(torch.tensor(2)) == two[0](torch.tensor(2)) == 40
+        assert codes(one) == codes(two) == {("double", "used"): 1}
+        kernelize(two, mode=Mode.INFERENCE)
+        unkernelize(one)
+        assert double(torch.tensor(2)) == 40
+        unkernelize(two)
+    assert double(torch.tensor(2)) == 4
+    assert not list(one[0].parameters())
+
+
+def test_a_function_without_a_name_cannot_be_attached():
+    with pytest.raises(RequestError, match="use_kernel_forward_from_hub first"):
+        use_kernelized_func(lambda x: x)
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+@use_kernel_forward_from_hub("Activation")
+class Activation(nn.Module):
+    """Has no parameters of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+ACTIVATION = "from torch import nn\nclass Activation(nn.Module):\n    def forward(self, x):\n        return -x\n"
+
+
+def test_a_layer_without_parameters_computes_where_those_around_it_do(kernel):
+    meta = nn.Sequential(nn.Linear(2, 2, device="meta"), Activation())
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), Activation()), nn.Sequential(Activation()), Activation())
+    with mapped(kernel("Activation", layers=ACTIVATION), "Activation"):
+        assert codes(kernelize(model, mode=Mode.INFERENCE)) == {("Activation", "used"): 3}
+        assert codes(kernelize(meta, mode=Mode.INFERENCE)) == {("Activation", "no-device"): 1}
+        assert "pass device=" in str(kernelize_report(meta))
+        assert codes(kernelize(meta, mode=Mode.INFERENCE, device="cpu")) == {("Activation", "used"): 1}
+
+
+def test_a_layer_that_is_offloaded_computes_where_its_hook_brings_it(kernel):
+    class Hook:
+        execution_device = "cpu"
+
+    model = Scale().to("meta")
+    model._hf_hook = Hook()
+    assert codes(kernelized(model, kernel())) == {("Scale", "used"): 1}
+
+
+def test_each_layer_of_a_mixed_model_takes_what_is_for_its_own_device(kernel):
+    model = nn.Sequential(Scale(), Scale().to("meta"), Scale())
+    kernelized(model, kernel())
+    assert [type(layer) is Scale for layer in model] == [False, True, False]
+
+
+# --- wrapped and hooked ---------------------------------------------------------------------------------------------
+
+
+def test_hooks_go_on_working(kernel, x):
+    model, calls = Model(), []
+    model.first.register_forward_hook(lambda module, args, output: calls.append("after") or output + 1)
+    model.first.register_forward_pre_hook(lambda module, args: calls.append("before"))
+    kernelized(model, kernel())
+    assert torch.equal(model.first(x), 10 * x * model.first.weight + 1)
+    assert calls == ["before", "after"]
+
+
+def test_a_forward_that_is_wrapped_on_the_module_is_left_alone(kernel, x):
+    model = Model()
+    original = model.first.forward
+    model.first.forward = lambda x: original(x) + 100
+    kernelized(model, kernel())
+    assert codes(model) == {("Scale", "used"): 1, ("Scale", "wrapped"): 1}
+    assert torch.equal(model.first(x), x * model.first.weight + 100)
+
+
+def test_a_forward_that_is_wrapped_afterwards_calls_the_kernel(kernel, x):
+    model = kernelized(Model(), kernel())
+    replaced = model.first.forward
+    model.first.forward = lambda x: replaced(x) + 100
+    assert torch.equal(model.first(x), 10 * x * model.first.weight + 100)
+
+
+def test_a_forward_that_accelerate_keeps_is_the_kernels(kernel, x):
+    model = Model()
+    layer = model.first
+    layer._old_forward = layer.forward
+    layer.forward = lambda x: layer._old_forward(x) + 100
+    kernelized(model, kernel())
+    assert torch.equal(model.first(x), 10 * x * model.first.weight + 100)
+    unkernelize(model)
+    assert torch.equal(model.first(x), x * model.first.weight + 100)
+
+
+def test_adapters_around_a_layer_go_on_working(kernel, x):
+    class Adapter(nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer, self.lora = base_layer, nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.base_layer(x) + self.lora(x)
+
+    model = kernelized(Adapter(Scale()), kernel())
+    assert torch.allclose(model(x), 10 * x * model.base_layer.weight + model.lora(x))
+
+
+def test_a_compiled_model_takes_its_kernels(kernel, x):
+    torch._dynamo.reset()
+    model = Model()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        plain = compiled(x)
+        kernelized(compiled, kernel(), Mode.INFERENCE | Mode.TORCH_COMPILE)
+        changed = compiled(x)
+        assert torch.allclose(changed, model(x))
+        assert not torch.allclose(changed, plain)
+        unkernelize(compiled)
+        assert torch.allclose(compiled(x), plain)
+
+
+def test_a_scripted_module_is_left_alone(kernel):
+    class Plain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    replace_kernel_forward_from_hub(torch.jit.RecursiveScriptModule, "Scale")
+    try:
+        model = nn.Sequential(nn.Linear(1, 1), torch.jit.script(Plain()))
+        kernelized(model, kernel())
+        assert ("Scale", "scripted") in codes(model)
+    finally:
+        del torch.jit.RecursiveScriptModule._kernel_loader_names
+
+
+# --- training mode ----------------------------------------------------------------------------------------------------
+
+
+def test_training_a_model_that_was_kernelized_for_inference_is_warned_of_once(kernel, caplog):
+    _warn_of_training.cache_clear()
+    model = kernelized(Model().eval(), kernel())
+    model.eval()
+    assert "is set to training" not in caplog.text
+    for _ in range(3):
+        model.train()
+    assert sum("is set to training" in message for message in caplog.messages) == 1
+    assert all(module.training for module in model.modules())
+    caplog.clear()
+    _warn_of_training.cache_clear()
+    kernelized(model, kernel(), Mode.TRAINING).train()
+    assert "is set to training" not in caplog.text
+
+
+def test_layers_that_follow_the_mode_change_over_with_it(kernel, x, caplog):
+    model = Model().eval()
+    modes = {Mode.INFERENCE: kernel(factor=2), Mode.TRAINING: kernel(factor=3)}
+    kernelized(model, modes, follow_mode=True)
+    assert torch.equal(model.first(x), 2 * x * model.first.weight)
+    model.train()
+    assert torch.equal(model.first(x), 3 * x * model.first.weight)
+    assert model.first.training
+    copied = copy.deepcopy(model).eval()
+    assert torch.equal(copied.first(x), 2 * x * model.first.weight)
+    model.eval()
+    assert torch.equal(model.first(x), 2 * x * model.first.weight)
+    assert kernelize_report(model).layers[0].mode == "INFERENCE"
+    assert "is set to training" not in caplog.text
+    unkernelize(model.train())
+    assert type(model.first) is Scale
+
+
+def test_a_layer_that_has_a_kernel_for_one_mode_follows_too(kernel, x):
+    model = kernelized(Model().train(), {Mode.INFERENCE: kernel()}, follow_mode=True)
+    assert torch.equal(model.first(x), x * model.first.weight)
+    assert codes(model) == {("Scale", "no-mode"): 2}
+    assert torch.equal(model.eval().first(x), 10 * x * model.first.weight)
+    assert codes(model) == {("Scale", "used"): 2}
+
+
+def test_gradients_flow_through_a_kernel(kernel):
+    model = kernelized(Scale(), kernel(), Mode.TRAINING)
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert torch.equal(x.grad, 10 * model.weight.detach().expand(2, 4))
+    assert torch.equal(model.weight.grad, torch.full((4,), 20.0))
+
+
+# --- copies and files ------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_has_the_same_kernels_and_its_own_weights(kernel, x):
+    model = kernelized(Model(), kernel())
+    copied = copy.deepcopy(model)
+    assert type(copied.first) is type(model.first)
+    assert copied.first is not model.first
+    with torch.no_grad():
+        copied.first.weight.zero_()
+    assert torch.equal(model.first(x), 10 * x * model.first.weight)
+    assert str(kernelize_report(copied)) == str(kernelize_report(model))
+    unkernelize(model)
+    assert codes(copied) == {("Scale", "used"): 2}
+
+
+def test_a_copy_shares_what_was_shared(kernel):
+    layer = Scale()
+    copied = copy.deepcopy(kernelized(nn.Sequential(layer, layer), kernel()))
+    assert copied[0] is copied[1]
+
+
+SAVE = """
+import torch
+from tests.layers.conftest import Model
+from kernel_loader import LocalLayerRepository, Mode, kernelize, use_kernel_mapping
+with use_kernel_mapping({{"Scale": {{"cpu": LocalLayerRepository({path!r}, layer_name="Scale")}}}}):
+    model = kernelize(Model(), mode=Mode.INFERENCE)
+torch.save(model, {file!r})
+"""
+LOAD = """
+import logging, sys, torch
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+model = torch.load({file!r}, weights_only=False)
+from kernel_loader import kernelize_report
+print([(row.code, row.total) for row in kernelize_report(model).layers], model.first(torch.ones(4)).tolist())
+"""
+
+
+def run(script, **values):
+    done = subprocess.run(
+        [sys.executable, "-c", script.format(**values)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_saved_model_has_its_kernels_again_in_another_process(kernel, tmp_path):
+    path = kernel().repo_path
+    values = {"path": str(path), "file": str(tmp_path / "model.pt")}
+    run(SAVE, **values)
+    assert run(LOAD, **values) == "[('used', 2)] [10.0, 20.0, 30.0, 40.0]\n"
+    source = path / "build/torch-universal/layers.py"
+    source.write_text(source.read_text() + "\n# another build\n")
+    changed = run(LOAD, **values)
+    assert "keeps its own forward: it was saved with torch-universal" in changed
+    assert changed.endswith("[('not-restored', 2)] [1.0, 2.0, 3.0, 4.0]\n")
+    source.unlink()
+    gone = run(LOAD, **values)
+    assert "unlike in the process that saved it" in gone
+    assert gone.endswith("[('not-restored', 2)] [1.0, 2.0, 3.0, 4.0]\n")
+
+
+def test_a_model_that_follows_its_mode_is_pickled_with_both(kernel, x):
+    modes = {Mode.INFERENCE: kernel(factor=2), Mode.TRAINING: kernel(factor=3)}
+    model = kernelized(Model().eval(), modes, follow_mode=True)
+    back = pickle.loads(pickle.dumps(model))
+    assert torch.equal(back.first(x), 2 * x * model.first.weight)
+    assert torch.equal(back.train().first(x), 3 * x * model.first.weight)
+
+
+def test_a_state_dict_knows_nothing_of_kernels(kernel):
+    model, buffer = kernelized(Model(), kernel()), io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    Model().load_state_dict(torch.load(buffer, weights_only=True))
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_tells_every_layer_and_why(kernel):
+    class Own(Scale):
+        def forward(self, x):
+            return x
+
+    model = kernelized(nn.ModuleDict({"a": Scale(), "b": Scale(), "c": Own(), "d": nn.Linear(1, 1)}), kernel())
+    report = kernelize_report(model)
+    assert (report.used, report.unused) == (2, 1)
+    used, unused = report.layers
+    assert (used.total, used.path, used.origin.variant, used.mode) == (2, "a", "torch-universal", "INFERENCE")
+    assert (unused.code, unused.path, unused.origin) == ("overridden", "c", None)
+    assert "2 layers use a kernel, 1 keep their own forward" in str(report)
+    assert '"code": "overridden"' in report.to_json()
+
+
+def test_registered_kernels_serve_layers_where_no_build_fits(cpu_machine):
+    @use_kernel_forward_from_hub("SomeActivation")
+    class SomeActivation(nn.Module):
+        def forward(self, hidden):
+            return hidden
+
+    with mapped(LayerRepository("activation", layer_name="Silu"), "SomeActivation"):
+        model = kernelize(nn.Sequential(SomeActivation()), mode=Mode.INFERENCE, device="cpu")
+    row = kernelize_report(model).layers[0]
+    assert row.used, row.message
+    assert row.origin.reference
+    x = torch.linspace(-2, 2, 9)
+    assert torch.allclose(model(x), nn.functional.silu(x))
+    assert torch.allclose(model[0](hidden=x), nn.functional.silu(x))  # its parameter is called x
+
+
+def test_the_peers_script_runs_with_another_import():
+    script = textwrap.dedent("""
+        import torch, sys
+        from torch import nn
+        from kernel_loader import (Mode, LayerRepository, Device, CUDAProperties, kernelize, use_kernel_mapping,
+            use_kernel_forward_from_hub, register_kernel_mapping)
+        @use_kernel_forward_from_hub("SiluAndMul")
+        class SiluAndMul(nn.Module):
+            def forward(self, x):
+                d = x.shape[-1] // 2
+                return nn.functional.silu(x[..., :d]) * x[..., d:]
+        device = Device(type="cuda", properties=CUDAProperties(min_capability=75, max_capability=89))
+        repository = LayerRepository(repo_id="kernels-community/activation", layer_name="SiluAndMul", version=1)
+        register_kernel_mapping({"SiluAndMul": {device: repository}})
+        model = nn.Sequential(nn.Linear(4, 8), SiluAndMul())
+        model = kernelize(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE)
+        print(model(torch.ones(1, 4)).shape)
+    """)
+    assert run(script.replace("{", "{{").replace("}", "}}")) == "torch.Size([1, 4])\n"
