@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kernel_loader.errors import RequestError
@@ -118,10 +118,16 @@ def names_of(cls: type) -> Named:
     return Named(())
 
 
-def functions_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The functions that a module calls, by the decorator here or the peer's."""
-    peers = module.__dict__.get(_PEER_FUNCTIONS) or {}
-    return (*getattr(type(module), FUNCTIONS, ()), *peers.values())
+def functions_called_by(cls: type) -> tuple[nn.Module, ...]:
+    """The functions that modules of a class call, by `use_kernelized_func`."""
+    functions: tuple[nn.Module, ...] = getattr(cls, FUNCTIONS, ())
+    return functions
+
+
+def peers_functions(module: nn.Module) -> Iterable[nn.Module]:
+    """The functions that the peer's decorator has attached to a module."""
+    attached: dict[str, nn.Module] = module.__dict__.get(_PEER_FUNCTIONS, {})
+    return attached.values()
 
 
 def _peer_condition(cls: type) -> Condition | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from kernel_loader.errors import KernelizeError, KernelLoaderError, RequestError
-from kernel_loader.layers.decorator import Name, functions_of, names_of
+from kernel_loader.layers.decorator import Name, functions_called_by, names_of, peers_functions
 from kernel_loader.layers.device import BACKENDS, Device, capability_of, kind_of
 from kernel_loader.layers.fit import faults, unsupported
 from kernel_loader.layers.mapping import Found, KernelMapping, Missing, current_mapping
@@ -36,20 +36,22 @@ class Place(NamedTuple):
     ordinal: int | None
 
 
-class Target(NamedTuple):
-    """A module that has a name in mappings."""
+class Known(NamedTuple):
+    """What is looked up once for each class of modules."""
 
-    path: str
-    module: nn.Module
-    place: Place | None
+    cls: type[nn.Module]
+    names: tuple[Name, ...]
+    has_name: bool
+    has_conditions: bool
+    functions: tuple[nn.Module, ...]
+    scripted: tuple[str, str] | None
 
 
-class Step(NamedTuple):
-    """What is done with one module: its new class is made of `kernel`; None gives it its own class back."""
+class Decision(NamedTuple):
+    """What becomes of modules of one class in one place: the class that they get, and why."""
 
-    target: Target
-    answer: Answer
-    kernel: Kernel | None
+    outcome: Outcome
+    cls: type[nn.Module]
 
 
 def kernelize(
@@ -87,17 +89,16 @@ def kernelize(
     """
     _refuse(mode)
     allowed = KernelizeFallback.ALL if use_fallback is True else use_fallback or KernelizeFallback.NONE
-    planner = _Planner(current_mapping(), allowed)
-    plan = []
-    for target in _targets(model, _given(device)):
-        answer = planner.answer(target, mode)
-        modes = _both(mode) if follow_mode else ()
-        plan.append(Step(target, answer, _kernel(target, answer, [planner.answer(target, other) for other in modes])))
-    if all(step.kernel is None for step in plan):
-        _nothing(plan, strict=strict)
+    planner = _Planner(current_mapping(), allowed, mode, follow_mode=follow_mode)
+    callers: list[tuple[nn.Module, nn.Module]] = []
+    named = _named(model, _given(device), callers)
+    plan = [(module, planner.decide(module, place, known)) for module, place, known in named]
+    if not any(decision.cls is not base_of(module) for module, decision in plan):
+        _nothing(planner.outcomes(), strict=strict)
     _apply(plan)
-    CALLERS.joined(model)
-    planner.tell()
+    CALLERS.joined(callers)
+    for line in sorted(f"layer {o.layer} takes {o.repository} ({o.message})" for o in planner.outcomes() if o.used):
+        logger.info("%s", line)
     return model
 
 
@@ -108,7 +109,7 @@ def unkernelize(model: _Model) -> _Model:
     """
     for module in model.modules():
         _restore(module)
-        for function in functions_of(module):
+        for function in (*functions_called_by(type(module)), *peers_functions(module)):
             if CALLERS.left(function, module):
                 _restore(function)
     return model
@@ -129,37 +130,71 @@ def _both(mode: Mode) -> tuple[Mode, Mode]:
 
 
 class _Planner:
-    """Answers for each class and device once, whatever the number of modules."""
+    """Decides for each class and place once, whatever the number of modules."""
 
-    def __init__(self, mapping: KernelMapping, allowed: KernelizeFallback) -> None:
+    def __init__(self, mapping: KernelMapping, allowed: KernelizeFallback, mode: Mode, *, follow_mode: bool) -> None:
         self._mapping: Final = mapping
         self._allowed: Final = allowed
+        self._mode: Final = mode
+        self._modes: Final = _both(mode) if follow_mode else ()
         self._disabled: Final = Settings.from_env().disable_mapping
-        self._answers: Final[dict[object, Answer]] = {}
+        self._decisions: Final[dict[object, Decision]] = {}
         self._layers: Final[dict[tuple[Repository, str | None], Layer | KernelLoaderError]] = {}
 
-    def answer(self, target: Target, mode: Mode) -> Answer:
-        cls = base_of(target.module)
+    def decide(self, module: nn.Module, place: Place | None, known: Known) -> Decision:
+        """What becomes of a module, which is not changed yet."""
+        names, obstacle = known.names, known.scripted
+        if known.has_conditions:
+            names = tuple([name for name in names if name.condition is None or name.condition(module)])
+        if "forward" in module.__dict__ and not callable(module.__dict__.get("_old_forward")):
+            obstacle = _WRAPPED
+        key = (known.cls, place, names, obstacle, module.training if self._modes else None)
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decisions[key] = self._decide(module, names, obstacle, place)
+        return decision
+
+    def outcomes(self) -> set[Outcome]:
+        """All that was decided."""
+        return {decision.outcome for decision in self._decisions.values()}
+
+    def _decide(
+        self, module: nn.Module, names: tuple[Name, ...], obstacle: tuple[str, str] | None, place: Place | None
+    ) -> Decision:
+        base = base_of(module)
+        answer = self._answer(base, names, obstacle, place, self._mode)
+        if not self._modes:
+            kernel = Kernel(base, answer.outcome, answer.layer)
+            return Decision(answer.outcome, swapped(kernel) if answer.layer is not None else base)
+        training, inference = (self._answer(base, names, obstacle, place, mode) for mode in self._modes)
+        if training.layer is None and inference.layer is None:
+            return Decision(answer.outcome, base)
+        outcome, layer = training if module.training else inference
+        return Decision(outcome, swapped(Kernel(base, outcome, layer, training, inference)))
+
+    def _answer(
+        self,
+        cls: type[nn.Module],
+        names: tuple[Name, ...],
+        obstacle: tuple[str, str] | None,
+        place: Place | None,
+        mode: Mode,
+    ) -> Answer:
         named = names_of(cls)
         if named.overridden:
             return _kept(_first(cls), "overridden", f"{cls.__qualname__} has a forward of its own", mode)
-        names = [name for name in named.names if name.condition is None or name.condition(target.module)]
         if not names:
             return _kept(named.names[0].name, "condition", "its condition refuses this module", mode)
-        if (obstacle := _obstacle(target.module)) is not None:
-            return self._fallback(Missing(*obstacle, KernelizeFallback.CANNOT_LOAD), names[0].name, cls, mode)
-        key = (cls, tuple(name.name for name in names), target.place, mode)
-        if key not in self._answers:
-            self._answers[key] = self._choose(cls, names, target.place, mode)
-        return self._answers[key]
-
-    def _choose(self, cls: type[nn.Module], names: list[Name], place: Place | None, mode: Mode) -> Answer:
-        first = names[0].name
         if self._disabled:
-            return _kept(first, "disabled", "KERNEL_LOADER_DISABLE_MAPPING is set", mode)
+            return _kept(names[0].name, "disabled", "KERNEL_LOADER_DISABLE_MAPPING is set", mode)
+        if obstacle is not None:
+            return self._fallback(Missing(*obstacle, KernelizeFallback.CANNOT_LOAD), names[0].name, cls, mode)
+        return self._choose(cls, names, place, mode)
+
+    def _choose(self, cls: type[nn.Module], names: tuple[Name, ...], place: Place | None, mode: Mode) -> Answer:
         if place is None or place.kind == "meta":
             message = "nothing tells on which device it computes; pass device= to kernelize"
-            return self._fallback(Missing("no-device", message, KernelizeFallback.NO_DEVICE), first, cls, mode)
+            return self._fallback(Missing("no-device", message, KernelizeFallback.NO_DEVICE), names[0].name, cls, mode)
         capability = capability_of(*place)
         found = [(n.name, self._mapping.select(n.name, place.kind, capability, mode)) for n in names]
         name, choice = next(((n, f) for n, f in found if isinstance(f, Found)), found[0])
@@ -198,12 +233,6 @@ class _Planner:
             raise KernelizeError(f"{name} ({cls.__qualname__})", missing.code, missing.message, advice)
         return _kept(name, missing.code, missing.message, mode)
 
-    def tell(self) -> None:
-        """One line for each kernel that is used."""
-        outcomes = {answer.outcome for answer in self._answers.values() if answer.outcome.used}
-        for line in sorted(f"layer {o.layer} takes {o.repository} ({o.message})" for o in outcomes):
-            logger.info("%s", line)
-
 
 def _kept(name: str, code: str, message: str, mode: Mode) -> Answer:
     return Answer(Outcome(name, False, code, message, mode), None)  # noqa: FBT003
@@ -214,51 +243,32 @@ def _first(cls: type) -> str:
     return next((named.names[0].name for base in cls.__mro__ if (named := names_of(base)).names), cls.__qualname__)
 
 
-def _obstacle(module: nn.Module) -> tuple[str, str] | None:
-    """What keeps a module's forward from being replaced at all."""
-    import torch
-
-    if isinstance(module, torch.jit.ScriptModule):
-        return "scripted", "it is a TorchScript module, whose code is fixed"
-    if "forward" in module.__dict__ and not callable(module.__dict__.get("_old_forward")):
-        return "wrapped", "its forward is wrapped on the module itself; kernelize the model before it is wrapped"
-    return None
+# What keeps the forward of a module from being replaced at all.
+_SCRIPTED: Final = ("scripted", "it is a TorchScript module, whose code is fixed")
+_WRAPPED: Final = ("wrapped", "its forward is wrapped on the module itself; kernelize the model before it is wrapped")
 
 
-def _kernel(target: Target, answer: Answer, modes: list[Answer]) -> Kernel | None:
-    base = base_of(target.module)
-    if not modes:
-        return Kernel(base, answer.outcome, answer.layer) if answer.layer is not None else None
-    training, inference = modes
-    if training.layer is None and inference.layer is None:
-        return None
-    now = training if target.module.training else inference
-    return Kernel(base, now.outcome, now.layer, training, inference)
-
-
-def _nothing(plan: list[Step], *, strict: bool) -> None:
-    reasons = dict.fromkeys(f"{step.answer.outcome.layer}: {step.answer.outcome.message}" for step in plan)
-    detail = "; ".join(list(reasons)[:5]).rstrip(".") or "the model has no layer that mappings could know by a name"
+def _nothing(outcomes: set[Outcome], *, strict: bool) -> None:
+    reasons = sorted(f"{outcome.layer}: {outcome.message}" for outcome in outcomes)
+    detail = "; ".join(reasons[:5]).rstrip(".") or "the model has no layer that mappings could know by a name"
     if strict:
         raise KernelizeError("(all)", "nothing-replaced", f"not one was replaced ({detail})", _NOTHING)
     logger.warning("kernelize replaced no layer. %s. %s", detail, _NOTHING)
 
 
+# --- the change ---------------------------------------------------------------------------------------------------
+
 _NOTHING: Final = "kernelize_report(model) lists every layer with its reason."
 
 
-# --- the change ---------------------------------------------------------------------------------------------------
-
-
-def _apply(plan: list[Step]) -> None:
+def _apply(plan: list[tuple[nn.Module, Decision]]) -> None:
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
-        for target, answer, kernel in plan:
-            module = target.module
+        for module, decision in plan:
             changed.append((module, type(module)))
-            give(module, swapped(kernel) if kernel is not None else base_of(module))
-            if kernel is None:
-                module.__dict__[REASON] = answer.outcome
+            give(module, decision.cls)
+            if decision.cls is base_of(module):
+                module.__dict__[REASON] = decision.outcome
             else:
                 module.__dict__.pop(REASON, None)
     except BaseException:
@@ -273,11 +283,10 @@ class Callers:
     def __init__(self) -> None:
         self._of: Final[WeakKeyDictionary[nn.Module, WeakSet[nn.Module]]] = WeakKeyDictionary()
 
-    def joined(self, model: nn.Module) -> None:
-        """All modules of a model were kernelized."""
-        for module in model.modules():
-            for function in functions_of(module):
-                self._of.setdefault(function, WeakSet()).add(module)
+    def joined(self, pairs: list[tuple[nn.Module, nn.Module]]) -> None:
+        """Modules were kernelized together with functions: pairs of function and caller."""
+        for function, caller in pairs:
+            self._of.setdefault(function, WeakSet()).add(caller)
 
     def left(self, function: nn.Module, caller: nn.Module) -> bool:
         """One module is unkernelized. Returns whether it was the last."""
@@ -299,57 +308,86 @@ def _restore(module: nn.Module) -> None:
 # --- what a model consists of ---------------------------------------------------------------------------------------
 
 
-def _targets(model: nn.Module, given: Place | None) -> Iterator[Target]:
-    modules = list(model.named_modules())
-    places = _places(modules) if given is None else None
-    named: dict[type, bool] = {}
-    seen: set[int] = set()
-    for path, module in modules:
-        here = [(path, module), *((f"{path}.{type(f).__name__}".lstrip("."), f) for f in functions_of(module))]
-        for where, layer in here:
-            cls = base_of(layer)
-            if cls not in named:
-                found = names_of(cls)
-                named[cls] = bool(found.names) or found.overridden
-            if named[cls] and id(layer) not in seen:
-                seen.add(id(layer))
-                yield Target(where, layer, given if places is None else places(path))
+def _named(
+    model: nn.Module, given: Place | None, callers: list[tuple[nn.Module, nn.Module]]
+) -> Iterator[tuple[nn.Module, Place | None, Known]]:
+    """The modules that have a name in mappings, and the functions that they call; each once, with its place.
+
+    Functions and their callers are added to `callers`.
+    """
+    modules, parents = _tree(model)
+    places = [given] * len(modules) if given is not None else _places(modules, parents)
+    classes: dict[type[nn.Module], Known] = {}
+    functions: set[int] = set()
+    for module, place in zip(modules, places, strict=True):
+        known = classes.get(type(module)) or classes.setdefault(type(module), _known(type(module)))
+        if known.has_name:
+            yield module, place, known
+        for function in (*known.functions, *peers_functions(module)):
+            callers.append((function, module))
+            if id(function) not in functions:
+                functions.add(id(function))
+                yield function, place, _known(type(function))
 
 
-def _places(modules: list[tuple[str, nn.Module]]) -> Callable[[str], Place | None]:
-    """Where each module computes: by its own tensors, those below it, or those of the modules around it."""
-    found: dict[str, Place] = {}
-    for path, module in reversed(modules):
-        own = _own_place(module) or found.get(path)
-        if own is not None:
-            found[path] = own
-            if path:
-                found[path.rpartition(".")[0]] = own  # the first child, as the last one that writes
+def _known(cls: type[nn.Module]) -> Known:
+    import torch
 
-    def place(path: str) -> Place | None:
-        while path and path not in found:
-            path = path.rpartition(".")[0]
-        return found.get(path)
-
-    return place
+    named = names_of(cls)
+    conditions = any(name.condition is not None for name in named.names)
+    scripted = _SCRIPTED if issubclass(cls, torch.jit.ScriptModule) else None
+    has_name = bool(named.names) or named.overridden
+    return Known(cls, named.names, has_name, conditions, functions_called_by(cls), scripted)
 
 
-def _own_place(module: nn.Module) -> Place | None:
+def _tree(model: nn.Module) -> tuple[list[nn.Module], list[int]]:
+    """All modules of a model, each once and after the one around it, and the position of that one; -1 for the model."""
+    modules, parents, seen = [model], [-1], {id(model)}
+    for position, module in enumerate(modules):
+        for child in module._modules.values():  # noqa: SLF001 - named_modules() makes a path for each, at thrice the time
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+                parents.append(position)
+    return modules, parents
+
+
+def _places(modules: list[nn.Module], parents: list[int]) -> list[Place | None]:
+    """Where each module computes: by its own tensors, else those below it, else those of the modules around it."""
+    known: dict[object, Place] = {}
+    places: list[Place | None] = [_own_place(module, known) for module in modules]
+    below = list(places)
+    for position in range(len(modules) - 1, 0, -1):
+        if below[position] is not None and places[parents[position]] is None:
+            below[parents[position]] = below[position]  # the first child, as the last one that writes
+    for position in range(1, len(modules)):
+        if below[position] is None:
+            below[position] = below[parents[position]]
+    return below
+
+
+def _own_place(module: nn.Module, known: dict[object, Place]) -> Place | None:
     # accelerate moves the parameters of such a module to this device when it is called.
-    hook: Any = getattr(module, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    if device is not None:
-        import torch
+    device: Any = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
+    if device is None:
+        for tensors in (module._parameters, module._buffers):  # noqa: SLF001 - as above
+            for tensor in tensors.values():
+                if tensor is not None:
+                    device = tensor.device
+                    break
+            if device is not None:
+                break
+        else:
+            return None
+    if device not in known:
+        known[device] = _place(device)
+    return known[device]
 
-        return _place(torch.device(device))
-    for tensors in (module._parameters, module._buffers):  # noqa: SLF001 - their own iterators are ten times slower
-        for tensor in tensors.values():
-            if tensor is not None:
-                return _place(tensor.device)
-    return None
 
+def _place(device: str | int | torch.device) -> Place:
+    import torch
 
-def _place(device: torch.device) -> Place:
+    device = torch.device(device)
     return Place(kind_of(device), device.index)
 
 

@@ -123,7 +123,7 @@ def base_of(module: nn.Module) -> type[nn.Module]:
 def give(module: nn.Module, cls: type[nn.Module]) -> None:
     """Make a module one of a class that differs from its own by forward alone."""
     before = type(module)
-    module.__class__ = cls
+    object.__setattr__(module, "__class__", cls)  # nn.Module's own would look whether it is a parameter
     # accelerate's hooks call the forward that they have kept.
     kept = module.__dict__.get("_old_forward")
     if isinstance(kept, MethodType) and kept.__func__ is before.forward:
@@ -200,5 +200,5 @@ def _lost(outcome: Outcome, why: str) -> Outcome:
 def _restored(function: Any, args: tuple[Any, ...], kept: Kept, modes: tuple[Kept, ...]) -> nn.Module:  # noqa: ANN401
     module: nn.Module = function(*args)
     kernel = Kernel(type(module), kept.outcome, kept.layer, *(Answer(part.outcome, part.layer) for part in modes))
-    module.__class__ = swapped(kernel)
+    give(module, swapped(kernel))
     return module
