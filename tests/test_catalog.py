@@ -103,10 +103,10 @@ def test_a_misspelt_name_is_told_the_right_one(name: str) -> None:
 
 
 def test_close_matches_look_at_the_users_kernels_too(tmp_path) -> None:
-    write(tmp_path, "my_rotary")
+    write(tmp_path, "my_spinner")
     with pytest.raises(UnknownKernel) as caught:
-        catalog(tmp_path).get("my-rotery")
-    assert caught.value.matches == ("my_rotary",)
+        catalog(tmp_path).get("my-spiner")
+    assert caught.value.matches == ("my_spinner",)
 
 
 def test_a_name_like_no_other_has_no_matches() -> None:
@@ -167,20 +167,20 @@ def test_a_manifest_that_may_not_be_read_is_an_error_of_that_manifest(open_path,
 
 
 def test_an_installed_package_adds_its_manifests(install) -> None:
-    write(install("more_kernels", "more_kernels", code="x = 1\n"), "rotary")
-    assert "rotary" in catalog().names()
-    assert catalog().get("rotary").name == "rotary"
+    write(install("more_kernels", "more_kernels", code="x = 1\n"), "spinner")
+    assert "spinner" in catalog().names()
+    assert catalog().get("spinner").name == "spinner"
 
 
 def test_asking_an_installed_package_runs_none_of_its_code(install) -> None:
-    write(install("noisy", "noisy_parent.kernels", code="raise SystemExit('it was run')\n"), "rotary")
-    assert catalog().get("rotary").name == "rotary"
+    write(install("noisy", "noisy_parent.kernels", code="raise SystemExit('it was run')\n"), "spinner")
+    assert catalog().get("spinner").name == "spinner"
     assert "noisy_parent" not in sys.modules
 
 
 def test_a_directory_without_init_is_a_package_too(install) -> None:
-    write(install("spaced", "spaced_kernels"), "rotary")
-    assert catalog().get("rotary").name == "rotary"
+    write(install("spaced", "spaced_kernels"), "spinner")
+    assert catalog().get("spinner").name == "spinner"
 
 
 def test_an_installed_package_cannot_take_over_a_name(install, tmp_path) -> None:
@@ -193,9 +193,9 @@ def test_an_installed_package_cannot_take_over_a_name(install, tmp_path) -> None
 
 
 def test_two_packages_with_one_name_are_taken_in_the_order_of_their_entry_points(install) -> None:
-    write(install("zeta", "zeta_kernels", code="x = 1\n"), "rotary", summary="zeta")
-    write(install("alpha", "alpha_kernels", code="x = 1\n"), "rotary", summary="alpha")
-    assert catalog().get("rotary").summary == "alpha"
+    write(install("zeta", "zeta_kernels", code="x = 1\n"), "spinner", summary="zeta")
+    write(install("alpha", "alpha_kernels", code="x = 1\n"), "spinner", summary="alpha")
+    assert catalog().get("spinner").summary == "alpha"
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_two_packages_with_one_name_are_taken_in_the_order_of_their_entry_points
 )
 def test_an_entry_point_that_leads_nowhere_leaves_the_other_names_alone(install, target: str) -> None:
     install("broken", target)
-    write(install("whole", "whole_kernels", code="x = 1\n"), "rotary")
-    assert {"rotary", SHIPPED} <= set(catalog().names())
-    assert catalog().get("rotary").name == "rotary"
+    write(install("whole", "whole_kernels", code="x = 1\n"), "spinner")
+    assert {"spinner", SHIPPED} <= set(catalog().names())
+    assert catalog().get("spinner").name == "spinner"
     with pytest.raises(UnknownKernel):
         catalog().get("zzz")
 

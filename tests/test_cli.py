@@ -58,6 +58,7 @@ def test_list_shows_what_each_kernel_would_take_here(run, workshop):
     rows = {row["name"]: row for row in json.loads(run("list", "--json")[1])}
     assert rows["my_kernel"]["build"] == "torch-universal"
     assert rows["finegrained_fp8"]["build"] == "torch-universal (reference)"
+    assert rows["rmsnorm"]["build"].startswith("not known yet")
     assert rows["broken_kernel"]["build"].startswith("none: ")
     assert "there are no builds in it" in rows["broken_kernel"]["build"]
 

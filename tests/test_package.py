@@ -78,7 +78,8 @@ def test_a_type_checker_sees_the_same_names_as_a_program():
     assert {name for _, name in seen} == set(kernel_loader.__all__) - {"__version__"}
     assert all(name == alias for (_, name), alias in seen.items())
     for module, name in seen:
-        assert getattr(kernel_loader, name).__module__ == f"kernel_loader.{module}", name
+        home = getattr(kernel_loader, name).__module__
+        assert home == f"kernel_loader.{module}" or home.startswith(f"kernel_loader.{module}."), name
 
 
 def test_a_type_checker_sees_the_bundle_of_every_shipped_kernel(tmp_path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from kernel_loader.cli import options
-from kernel_loader.errors import KernelLoaderError
+from kernel_loader.errors import KernelLoaderError, NotCached
 from kernel_loader.host import Host
 from kernel_loader.settings import Settings
 
@@ -42,10 +42,10 @@ def _fact(machine: Host, name: str) -> str:
 @click.command("list")
 @options.as_json
 def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
-    """List the named kernels, and the build that each would take here."""
-    from kernel_loader.api import default_loader
+    """List the named kernels, and the build that each would take here, as far as that is known without the Hub."""
+    from kernel_loader.loader import KernelLoader
 
-    loader = default_loader()
+    loader = KernelLoader(replace(Settings.from_env(), offline=True))
     rows = []
     for name in loader.catalog.names():
         row: dict[str, str | None] = {"name": name, "repo": None, "summary": ""}
@@ -54,6 +54,8 @@ def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command
             row |= {"repo": manifest.repo, "summary": manifest.summary}
             resolution = loader.resolve(name)
             row["build"] = resolution.chosen.name if resolution.chosen else _reference(resolution.reference)
+        except NotCached:
+            row["build"] = "not known yet (`kernel-loader explain` asks the Hub)"
         except KernelLoaderError as error:
             row["build"] = f"none: {error.problem}"
         rows.append(row)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FLAGS: Final = frozenset({"can_torch_compile", "has_backward"})
-_KEYWORD: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def faults(layer: type, base: type) -> tuple[str, ...]:
@@ -62,21 +61,38 @@ def _signature_faults(layer: type, base: type) -> list[str]:
 
 
 def _parameter_faults(mine: list[Parameter], theirs: list[Parameter]) -> list[str]:
-    found = []
-    for index, wanted in enumerate(theirs):
-        if index >= len(mine):
-            if not _takes_rest(mine, wanted):
-                found.append(f"it lacks the parameter {wanted.name}")
-            continue
-        given = mine[index]
-        if given.kind is not wanted.kind and not _takes_rest(mine, wanted):
-            found.append(f"its parameter {given.name} is {given.kind.description}, {wanted.name} is not")
-        elif not _equal(given.default, wanted.default) and wanted.kind in _KEYWORD:
+    """Parameters by position are held against each other in their order, those by keyword alone by their names."""
+    kinds = {p.kind for p in mine}
+    takes_keywords = Parameter.VAR_KEYWORD in kinds
+    takes_rest = takes_keywords and Parameter.VAR_POSITIONAL in kinds
+    by_position, by_keyword = _positional(mine), {p.name: p for p in mine if p.kind is Parameter.KEYWORD_ONLY}
+    found, pairs = [], list(zip(by_position, _positional(theirs), strict=False))
+    for wanted in _positional(theirs)[len(by_position) :]:
+        if not takes_rest:
+            only = "takes {} by keyword alone" if wanted.name in by_keyword else "lacks the parameter {}"
+            found.append(f"it {only.format(wanted.name)}")
+    for wanted in (p for p in theirs if p.kind is Parameter.KEYWORD_ONLY):
+        if wanted.name in by_keyword:
+            pairs.append((by_keyword[wanted.name], wanted))
+        elif not takes_keywords:
+            found.append(f"it lacks the parameter {wanted.name}")
+    found += [
+        f"it lacks the parameter {'*' if wanted.kind is Parameter.VAR_POSITIONAL else '**'}{wanted.name}"
+        for wanted in theirs
+        if wanted.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) and wanted.kind not in kinds
+    ]
+    for given, wanted in pairs:
+        if given.kind is Parameter.POSITIONAL_ONLY and wanted.kind is not given.kind:
+            found.append(f"its parameter {given.name} is positional-only")
+        elif wanted.default is not Parameter.empty and not _equal(given.default, wanted.default):
             found.append(f"its parameter {given.name} has another default than {wanted.name}")
-    required = [p.name for p in mine[len(theirs) :] if p.default is Parameter.empty and p.kind in _KEYWORD]
-    if required:
-        found.append(f"it needs more parameters: {', '.join(required)}")
-    return found
+    held = {given.name for given, _ in pairs}
+    more = [p.name for p in (*by_position, *by_keyword.values()) if p.name not in held and p.default is Parameter.empty]
+    return [*found, *([f"it needs more parameters: {', '.join(more)}"] if more else [])]
+
+
+def _positional(parameters: list[Parameter]) -> list[Parameter]:
+    return [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
 
 
 def _name_faults(layer: type, base: type, mine: list[Parameter], theirs: list[Parameter]) -> list[str]:
@@ -94,8 +110,8 @@ def _renamed(layer: type, base: type) -> dict[str, str]:
     theirs = parameters(base)
     if _takes_anything(theirs):
         return {}
-    pairs = zip(parameters(layer), theirs, strict=False)
-    return {a.name: b.name for a, b in pairs if a.name != b.name and a.kind is b.kind and a.kind in _KEYWORD}
+    pairs = zip(_positional(parameters(layer)), _positional(theirs), strict=False)
+    return {a.name: b.name for a, b in pairs if a.name != b.name and b.kind is Parameter.POSITIONAL_OR_KEYWORD}
 
 
 def parameters(cls: type) -> list[Parameter]:
@@ -135,13 +151,6 @@ def _can_be_renamed(forward: object, names: dict[str, str]) -> bool:
 
 def _takes_anything(parameters: list[Parameter]) -> bool:
     return [p.kind for p in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
-
-
-def _takes_rest(parameters: list[Parameter], wanted: Parameter) -> bool:
-    kinds = {p.kind for p in parameters}
-    if wanted.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):
-        return Parameter.VAR_KEYWORD in kinds
-    return {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds
 
 
 def _equal(one: object, other: object) -> bool:

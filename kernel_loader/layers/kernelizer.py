@@ -146,7 +146,7 @@ class _Planner:
         names, obstacle = known.names, known.scripted
         if known.has_conditions:
             names = tuple([name for name in names if name.condition is None or name.condition(module)])
-        if "forward" in module.__dict__ and not callable(module.__dict__.get("_old_forward")):
+        if obstacle is None and "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
             obstacle = _WRAPPED
         key = (known.cls, place, names, obstacle, module.training if self._modes else None)
         decision = self._decisions.get(key)
