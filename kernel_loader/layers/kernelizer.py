@@ -216,7 +216,7 @@ class _Planner:
                 raise layer
             logger.warning("layer %s keeps its own forward. %s", name, layer)
             return _kept(name, "cannot-load", str(layer), mode)
-        if missing := unsupported(layer.cls, found.mode | mode if found.mode is not Mode.FALLBACK else mode):
+        if missing := unsupported(layer.cls, found.mode) or unsupported(layer.cls, mode):
             message = f"{found.repository} is not for {mode}: {missing}"
             return self._fallback(Missing("no-mode", message, KernelizeFallback.NO_COMPATIBLE_MODE), name, cls, mode)
         if problems := faults(layer.cls, cls):
@@ -299,9 +299,8 @@ CALLERS: Final = Callers()
 
 
 def _restore(module: nn.Module) -> None:
-    kernel = kernel_of(module)
-    if kernel is not None:
-        give(module, kernel.base)
+    if kernel_of(module) is not None:
+        give(module, base_of(module))
     module.__dict__.pop(REASON, None)
 
 

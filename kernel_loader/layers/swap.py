@@ -103,21 +103,36 @@ def _made(kernel: Kernel) -> type[nn.Module]:
     }
     if kernel.layer is not None:
         body["forward"] = forward_for(kernel.layer, base)
-    made: type[nn.Module] = types.new_class(base.__name__, (base,), exec_body=lambda namespace: namespace.update(body))
-    return made
+    return _class(base.__name__, (base,), body)
 
 
 def kernel_of(module: nn.Module) -> Kernel | None:
     """What a module's class carries; None when it is as it was made."""
-    # Its own alone: a wrapper may have made a class of a swapped one since.
-    found: Kernel | None = vars(type(module)).get(SWAPPED)
+    found: Kernel | None = getattr(type(module), SWAPPED, None)
     return found
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before any kernel."""
-    kernel = kernel_of(module)
-    return kernel.base if kernel is not None else type(module)
+    """The class of a module without any kernel."""
+    return rebuilt(type(module), None)  # type: ignore[arg-type]  # nn.Module annotates its __hash__ in its own way
+
+
+@functools.lru_cache(maxsize=4096)
+def rebuilt(cls: type[nn.Module], kernel: Kernel | None) -> type[nn.Module]:
+    """A class with another kernel, or none. Others may have made a subclass of a swapped one (`fully_shard` does)."""
+    own: Kernel | None = vars(cls).get(SWAPPED)
+    if own is not None:
+        return own.base if kernel is None else swapped(kernel)
+    if not hasattr(cls, SWAPPED):
+        return cls
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    bases = tuple(rebuilt(base, kernel) for base in cls.__bases__)
+    return _class(cls.__name__, bases, body)
+
+
+def _class(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
+    made: type[nn.Module] = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
+    return made
 
 
 def give(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -135,8 +150,8 @@ def give(module: nn.Module, cls: type[nn.Module]) -> None:
 
 def _train(self: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - as nn.Module has it
     kernel: Kernel = getattr(type(self), SWAPPED)
-    if kernel.training is not None and kernel_of(self) is not None:
-        give(self, swapped(kernel.in_mode(training=mode)))
+    if kernel.training is not None:
+        give(self, rebuilt(type(self), kernel.in_mode(training=mode)))  # type: ignore[arg-type]  # as above
     elif mode and Mode.INFERENCE in kernel.outcome.mode:
         _warn_of_training()
     return kernel.base.train(self, mode)

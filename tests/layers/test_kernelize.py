@@ -32,6 +32,13 @@ from kernel_loader import (
 from kernel_loader.layers.swap import _warn_of_training
 from tests.layers.conftest import Model, Scale
 
+MODES = [
+    Mode.INFERENCE,
+    Mode.TRAINING,
+    Mode.INFERENCE | Mode.TORCH_COMPILE,
+    Mode.TRAINING | Mode.TORCH_COMPILE,
+]
+
 
 def mapped(repository, name="Scale", device="cpu"):
     return use_kernel_mapping({name: {device: repository}}, inherit_mapping=False)
@@ -204,6 +211,13 @@ def test_nothing_is_replaced_when_a_later_layer_raises(kernel, tmp_path):
 def test_what_a_layer_says_of_itself_is_believed(kernel, layer, mode, used):
     model = kernelized(Model(), kernel(layer), mode)
     assert codes(model) == {("Scale", "used" if used else "no-mode"): 2}
+
+
+@pytest.mark.parametrize("registered", [*MODES, Mode.FALLBACK], ids=str)
+@pytest.mark.parametrize("asked", MODES, ids=str)
+def test_a_kernel_serves_the_modes_that_it_is_tried_for(kernel, registered, asked):
+    model = kernelized(Model(), {registered: kernel()}, asked, use_fallback=True)
+    assert codes(model) == {("Scale", "used" if registered in asked.tried else "no-mode"): 2}
 
 
 def test_a_kernel_that_is_registered_for_what_it_cannot_do_is_refused(kernel):
@@ -439,6 +453,50 @@ def test_a_compiled_model_takes_its_kernels(kernel, x):
         assert not torch.allclose(changed, plain)
         unkernelize(compiled)
         assert torch.allclose(compiled(x), plain)
+
+
+DISTRIBUTED = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from kernel_loader import LocalLayerRepository, Mode, kernelize, kernelize_report, unkernelize, use_kernel_mapping
+from tests.layers.conftest import Model
+dist.init_process_group("gloo", init_method={store!r}, rank=0, world_size=1)
+mesh, x = init_device_mesh("cpu", (1,)), torch.ones(2, 4)
+repository = LocalLayerRepository({path!r}, layer_name="Scale")
+def shard(model):
+    for layer in (model.first, model.linear, model.last, model): fully_shard(layer, mesh=mesh)
+    return model
+def kernel(model, **options):
+    with use_kernel_mapping({{"Scale": {{"cpu": {{Mode.INFERENCE: repository}}}}}}):
+        return kernelize(model, mode=Mode.INFERENCE, **options)
+def same(one, other): return torch.allclose(one(x), other(x))
+def used(model): return kernelize_report(model).used
+plain, fast = Model(), Model()
+fast.load_state_dict(plain.state_dict())
+kernel(fast)
+for wrap in (DistributedDataParallel, shard):
+    for before in (True, False):
+        model = Model()
+        model.load_state_dict(plain.state_dict())
+        model = kernel(wrap(model)) if before else wrap(kernel(model))
+        print(used(model), same(model, fast), used(kernel(model)), same(model, fast), end=" ")
+        model(x).sum().backward()
+        print(used(unkernelize(model)), same(model, plain))
+model = Model()
+model.load_state_dict(plain.state_dict())
+model = shard(kernel(model, follow_mode=True))
+print(same(model.eval(), fast), same(model.train(), plain), same(model.eval(), fast), type(model.first).__name__)
+dist.destroy_process_group()
+"""
+
+
+def test_models_that_are_distributed_before_or_after_take_their_kernels_and_give_them_back(kernel, tmp_path):
+    values = {"store": f"file://{tmp_path / 'store'}", "path": str(kernel().repo_path)}
+    *rows, follows = run(DISTRIBUTED, **values).splitlines()
+    assert rows == ["2 True 2 True 0 True"] * 4
+    assert follows == "True True True FSDPScale"
 
 
 def test_a_scripted_module_is_left_alone(kernel):
