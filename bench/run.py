@@ -78,6 +78,8 @@ def main() -> int:
         run_script("resolve_speed.py"),
         run_script("warm_call.py"),
         run_script("hub_load.py", "--peer", options.peer),
+        run_script("kernelize.py", "--peer", options.peer),
+        run_script("layers_agreement.py", "--peer", options.peer),
     )
     text = page(reports, options.peer, where)
     print(text)
