@@ -206,10 +206,7 @@ class _Planner:
         backend = BACKENDS.get(place.kind)
         key = (found.repository, "cpu" if backend == "cpu" else None)
         if key not in self._layers:
-            try:
-                self._layers[key] = key[0].load(key[1])
-            except KernelLoaderError as error:
-                self._layers[key] = error
+            self._layers[key] = _loaded(*key)
         layer = self._layers[key]
         if isinstance(layer, KernelLoaderError):
             if KernelizeFallback.CANNOT_LOAD not in self._allowed:
@@ -232,6 +229,19 @@ class _Planner:
             advice = "Add it to the mapping (register_kernel_mapping), or let layers keep their forward (use_fallback)."
             raise KernelizeError(f"{name} ({cls.__qualname__})", missing.code, missing.message, advice)
         return _kept(name, missing.code, missing.message, mode)
+
+
+def _loaded(repository: Repository, backend: str | None) -> Layer | KernelLoaderError:
+    try:
+        return repository.load(backend)
+    except KernelLoaderError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - whatever a repository of the user's own raises
+        said = KernelizeError(
+            str(repository), "cannot-load", f"{type(error).__name__}: {error}", "Correct the mapping."
+        )
+        said.__cause__ = error
+        return said
 
 
 def _kept(name: str, code: str, message: str, mode: Mode) -> Answer:

@@ -184,6 +184,16 @@ def test_a_fallback_covers_every_failure_of_loading(kernel, failure):
     assert codes(model) == {("Scale", "cannot-load"): 2}
 
 
+def test_a_repository_of_the_users_own_may_raise_whatever_it_likes():
+    class Own:
+        def load(self, backend=None):
+            raise LookupError("not today")
+
+    assert codes(kernelized(Model(), Own())) == {("Scale", "cannot-load"): 2}
+    with mapped(Own()), pytest.raises(KernelizeError, match="LookupError: not today"):
+        kernelize(Model(), mode=Mode.INFERENCE, use_fallback=False)
+
+
 def test_nothing_is_replaced_when_a_later_layer_raises(kernel, tmp_path):
     @use_kernel_forward_from_hub("Other")
     class Other(nn.Module):
