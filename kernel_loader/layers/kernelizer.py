@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from kernel_loader.errors import KernelizeError, KernelLoaderError, RequestError
 from kernel_loader.layers.decorator import Name, functions_called_by, names_of, peers_functions
-from kernel_loader.layers.device import BACKENDS, Device, capability_of, kind_of
+from kernel_loader.layers.device import BACKENDS, capability_of
 from kernel_loader.layers.fit import faults, unsupported
 from kernel_loader.layers.mapping import Found, KernelMapping, Missing, current_mapping
 from kernel_loader.layers.mode import KernelizeFallback, Mode
+from kernel_loader.layers.model import Known, Place, given_place, named_layers
 from kernel_loader.layers.repository import Layer, Repository
 from kernel_loader.layers.swap import Answer, Kernel, Outcome, base_of, give, kernel_of, swapped
 from kernel_loader.settings import Settings
@@ -27,24 +27,6 @@ _Model = TypeVar("_Model", bound="nn.Module")
 
 # Why a layer that has a name keeps its forward, on the module itself: the class of such a module is not touched.
 REASON: Final = "_kernel_loader_reason"
-
-
-class Place(NamedTuple):
-    """Where a module computes: a kind of device, and which one; None for the current one."""
-
-    kind: str
-    ordinal: int | None
-
-
-class Known(NamedTuple):
-    """What is looked up once for each class of modules."""
-
-    cls: type[nn.Module]
-    names: tuple[Name, ...]
-    has_name: bool
-    has_conditions: bool
-    functions: tuple[nn.Module, ...]
-    scripted: tuple[str, str] | None
 
 
 class Decision(NamedTuple):
@@ -91,7 +73,7 @@ def kernelize(
     allowed = KernelizeFallback.ALL if use_fallback is True else use_fallback or KernelizeFallback.NONE
     planner = _Planner(current_mapping(), allowed, mode, follow_mode=follow_mode)
     callers: list[tuple[nn.Module, nn.Module]] = []
-    named = _named(model, _given(device), callers)
+    named = named_layers(model, given_place(device), callers)
     plan = [(module, planner.decide(module, place, known)) for module, place, known in named]
     if not any(decision.cls is not base_of(module) for module, decision in plan):
         _nothing(planner.outcomes(), strict=strict)
@@ -253,8 +235,7 @@ def _first(cls: type) -> str:
     return next((named.names[0].name for base in cls.__mro__ if (named := names_of(base)).names), cls.__qualname__)
 
 
-# What keeps the forward of a module from being replaced at all.
-_SCRIPTED: Final = ("scripted", "it is a TorchScript module, whose code is fixed")
+# What keeps the forward of a module from being replaced.
 _WRAPPED: Final = ("wrapped", "its forward is wrapped on the module itself; kernelize the model before it is wrapped")
 
 
@@ -312,101 +293,3 @@ def _restore(module: nn.Module) -> None:
     if kernel_of(module) is not None:
         give(module, base_of(module))
     module.__dict__.pop(REASON, None)
-
-
-# --- what a model consists of ---------------------------------------------------------------------------------------
-
-
-def _named(
-    model: nn.Module, given: Place | None, callers: list[tuple[nn.Module, nn.Module]]
-) -> Iterator[tuple[nn.Module, Place | None, Known]]:
-    """The modules that have a name in mappings, and the functions that they call; each once, with its place.
-
-    Functions and their callers are added to `callers`.
-    """
-    modules, parents = _tree(model)
-    places = [given] * len(modules) if given is not None else _places(modules, parents)
-    classes: dict[type[nn.Module], Known] = {}
-    functions: set[int] = set()
-    for module, place in zip(modules, places, strict=True):
-        known = classes.get(type(module)) or classes.setdefault(type(module), _known(type(module)))
-        if known.has_name:
-            yield module, place, known
-        for function in (*known.functions, *peers_functions(module)):
-            callers.append((function, module))
-            if id(function) not in functions:
-                functions.add(id(function))
-                yield function, place, _known(type(function))
-
-
-def _known(cls: type[nn.Module]) -> Known:
-    import torch
-
-    named = names_of(cls)
-    conditions = any(name.condition is not None for name in named.names)
-    scripted = _SCRIPTED if issubclass(cls, torch.jit.ScriptModule) else None
-    has_name = bool(named.names) or named.overridden
-    return Known(cls, named.names, has_name, conditions, functions_called_by(cls), scripted)
-
-
-def _tree(model: nn.Module) -> tuple[list[nn.Module], list[int]]:
-    """All modules of a model, each once and after the one around it, and the position of that one; -1 for the model."""
-    modules, parents, seen = [model], [-1], {id(model)}
-    for position, module in enumerate(modules):
-        for child in module._modules.values():  # noqa: SLF001 - named_modules() makes a path for each, at thrice the time
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                modules.append(child)
-                parents.append(position)
-    return modules, parents
-
-
-def _places(modules: list[nn.Module], parents: list[int]) -> list[Place | None]:
-    """Where each module computes: by its own tensors, else those below it, else those of the modules around it."""
-    known: dict[object, Place] = {}
-    places: list[Place | None] = [_own_place(module, known) for module in modules]
-    below = list(places)
-    for position in range(len(modules) - 1, 0, -1):
-        if below[position] is not None and places[parents[position]] is None:
-            below[parents[position]] = below[position]  # the first child, as the last one that writes
-    for position in range(1, len(modules)):
-        if below[position] is None:
-            below[position] = below[parents[position]]
-    return below
-
-
-def _own_place(module: nn.Module, known: dict[object, Place]) -> Place | None:
-    # accelerate moves the parameters of such a module to this device when it is called.
-    device: Any = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
-    if device is None:
-        for tensors in (module._parameters, module._buffers):  # noqa: SLF001 - as above
-            for tensor in tensors.values():
-                if tensor is not None:
-                    device = tensor.device
-                    break
-            if device is not None:
-                break
-        else:
-            return None
-    if device not in known:
-        known[device] = _place(device)
-    return known[device]
-
-
-def _place(device: str | int | torch.device) -> Place:
-    import torch
-
-    device = torch.device(device)
-    return Place(kind_of(device), device.index)
-
-
-def _given(device: str | torch.device | None) -> Place | None:
-    if device is None:
-        return None
-    if not isinstance(device, str):
-        return _place(device)
-    kind, _, index = device.partition(":")
-    Device(kind)  # refuses what is no kind of device
-    if index and not index.isdecimal():
-        raise RequestError(f"device={device!r} was given", "A device is a kind, such as cuda, or cuda:1.")
-    return Place(kind, int(index) if index else None)
