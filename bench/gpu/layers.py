@@ -127,10 +127,37 @@ def main() -> None:
             f"| {what} | {used} | {errors[0]} | {errors[1]} | {slow:.1f} ms | {fast:.1f} ms | {slow / fast:.2f}x |"
         )
         print(lines[-1], f"first call {first:.1f} s", flush=True)
-    lines += ["", *quantise()]
+    lines += [compiled(model.eval(), ids, wanted["forward"]), "", *quantise(), *capabilities()]
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def compiled(model: nn.Module, ids: Tensor, wanted: Tensor) -> str:
+    """The forward pass inside torch.compile, without kernels and with those that say they work there."""
+    program = torch.compile(model)
+    before, slow = logits(program, ids), median_ms(lambda: logits(program, ids))
+    with mapping():
+        kernel_loader.kernelize(program, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, strict=True)
+    after, fast = logits(program, ids), median_ms(lambda: logits(program, ids))
+    used = ", ".join(f"{row.total} {row.layer}" for row in kernel_loader.kernelize_report(model).layers if row.used)
+    kernel_loader.unkernelize(program)
+    errors = f"{relative(before, wanted):.2e} | {relative(after, wanted):.2e}"
+    return f"| forward, torch.compile | {used} | {errors} | {slow:.1f} ms | {fast:.1f} ms | {slow / fast:.2f}x |"
+
+
+def capabilities() -> Iterator[str]:
+    """Ranges of capability against the device that is here."""
+    major, minor = torch.cuda.get_device_capability()
+    here = major * 10 + minor
+    norm = modeling_llama.LlamaRMSNorm(64).cuda()
+    liger = LayerRepository(LIGER, layer_name="LigerRMSNorm", version=3)
+    for low, high in ((here, here), (here - 20, here - 1), (here + 1, here + 20)):
+        device = kernel_loader.Device("cuda", kernel_loader.CUDAProperties(low, high))
+        with kernel_loader.use_kernel_mapping({"RMSNorm": {device: liger}}, inherit_mapping=False):
+            (row,) = kernel_loader.kernelize_report(kernel_loader.kernelize(norm, mode=Mode.INFERENCE)).layers
+        assert row.used == (low <= here <= high), row
+        yield f"A mapping for capability {low} to {high}, on a device of {here}: {row.code}."
 
 
 def quantise() -> Iterator[str]:

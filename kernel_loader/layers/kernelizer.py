@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -89,11 +90,14 @@ def unkernelize(model: _Model) -> _Model:
 
     A function stays replaced as long as another model was kernelized with it.
     """
+    changed = False
     for module in model.modules():
-        _restore(module)
+        changed |= _restore(module)
         for function in (*functions_called_by(type(module)), *peers_functions(module)):
             if CALLERS.left(function, module):
-                _restore(function)
+                changed |= _restore(function)
+    if changed:
+        _forget_compiled()
     return model
 
 
@@ -266,6 +270,17 @@ def _apply(plan: list[tuple[nn.Module, Decision]]) -> None:
         for module, cls in changed:
             give(module, cls)
         raise
+    if any(type(module) is not cls for module, cls in changed):
+        _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    """Let torch.compile look again: that of torch 2.11 does not notice that the class of a module has changed.
+
+    It forgets everything that was compiled in the process, as nothing tells what the modules were compiled into.
+    """
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
 
 
 class Callers:
@@ -289,7 +304,10 @@ class Callers:
 CALLERS: Final = Callers()
 
 
-def _restore(module: nn.Module) -> None:
-    if kernel_of(module) is not None:
-        give(module, base_of(module))
+def _restore(module: nn.Module) -> bool:
+    """Give a module its own forward back; tells whether it had another."""
     module.__dict__.pop(REASON, None)
+    if kernel_of(module) is None:
+        return False
+    give(module, base_of(module))
+    return True

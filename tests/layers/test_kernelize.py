@@ -465,6 +465,22 @@ def test_a_compiled_model_takes_its_kernels(kernel, x):
         assert torch.allclose(compiled(x), plain)
 
 
+def test_a_compiled_model_changes_over_with_its_mode(kernel, x):
+    torch._dynamo.reset()
+    model = Model().eval()
+    modes = {
+        Mode.INFERENCE | Mode.TORCH_COMPILE: kernel(factor=2),
+        Mode.TRAINING | Mode.TORCH_COMPILE: kernel(factor=3),
+    }
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    kernelized(compiled, modes, Mode.INFERENCE | Mode.TORCH_COMPILE, follow_mode=True)
+    with torch.no_grad():
+        for training in (False, True, False, True):
+            compiled.train(training)
+            assert torch.allclose(model.first(x), (3 if training else 2) * x * model.first.weight)
+            assert torch.allclose(compiled(x), model(x))
+
+
 DISTRIBUTED = """
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
