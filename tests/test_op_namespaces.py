@@ -45,6 +45,14 @@ SOURCES = {
     "import torch\ntorch.ops.theirs.double(3)": set(),
     '"""As torch.library.custom_op("mine::double") does."""\nimport torch': set(),
     "import torch\nthis is no Python: custom_op('mine::x')": set(),
+    "import torch\nLIBRARY = torch.library.Library(ns='mine', kind='DEF')": {"mine"},
+    "import torch\nLIBRARY = torch.library.Library('mine', 'DEF')\nLIBRARY.define('norm(Tensor x) -> Tensor')": {
+        "mine"
+    },
+    "import torch\nNAME: str = 'mine'\ntorch.library.define(NAME + '::x', '() -> ()')": {"mine"},
+    "from torch.library import custom_op as op\n@op('mine::x', mutates_args=())\ndef f(): ...": {"mine"},
+    "import torch\ntorch.library.define(qualname='mine::x', schema='() -> ()')": {"mine"},
+    "import torch\ntable.define('a name')": set(),
     "": set(),
 }
 
@@ -116,11 +124,26 @@ def test_builds_of_other_namespaces_live_side_by_side(describe):
     assert [build.value(torch.ones(1)).item() for build in (one, two)] == [2, 3]
 
 
-def test_a_build_that_fails_takes_no_namespace(describe):
-    failing = {"__init__.py": "import torch\nraise RuntimeError\ntorch.library.define('kl_failed::x', '() -> ()')"}
+def test_a_build_that_has_begun_to_run_keeps_its_namespace(describe, tmp_path):
+    ready = tmp_path / "ready"
+    source = python_build("kl_failed", 4)["__init__.py"]
+    failing = {
+        "__init__.py": f"{source}\nimport pathlib\nif not pathlib.Path({str(ready)!r}).exists(): raise RuntimeError"
+    }
+    build = describe("kernel", failing, 31)
     with pytest.raises(Exception, match="RuntimeError"):
-        import_build(*describe("kernel", failing, 31))
-    assert import_build(*describe("kernel", python_build("kl_failed", 4), 32)).value(torch.ones(1)).item() == 4
+        import_build(*build)
+    with pytest.raises(OpNamespaceTaken):  # its ops may be there
+        import_build(*describe("kernel", python_build("kl_failed", 5), 32))
+    ready.touch()
+    assert import_build(*build).value(torch.ones(1)).item() == 4
+
+
+def test_a_large_library_is_searched_in_no_time(tmp_path):
+    (tmp_path / "digits.so").write_bytes(
+        b"1" * 2**20 + b"_ZL25TORCH_LIBRARY_init_my_opsRN5torch7LibraryE" + b"7" * 2**20
+    )
+    assert defined(tmp_path) == {"my_ops"}
 
 
 def test_threads_that_come_with_one_namespace_are_told_apart(tmp_path):
