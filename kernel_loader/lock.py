@@ -11,7 +11,9 @@ from kernel_loader.reading import Node
 
 
 def locked_commit(file: Path, repo_id: str) -> str:
-    """The commit of a repository in a `kernels.lock`: `[{"dependency": {"repo-id"}, "lock": {"commit"}}]`.
+    """The commit of a repository in a `kernels.lock`.
+
+    Its form is `[{"dependency": {"repo-id": ...}, "lock": {"commit": ...}}]`, or `[{"repo_id": ..., "sha": ...}]`.
 
     Raises:
         LockMissing: there is no such file, or it does not name the repository.
@@ -26,11 +28,16 @@ def locked_commit(file: Path, repo_id: str) -> str:
     commits = []
     for entry in Node(document, lambda path, detail: LockError(f"{file}, {path}", detail)).items():
         parts = entry.table()
-        if not {"dependency", "lock"} <= parts.keys():
+        if "repo_id" in parts:  # as older releases of the peer write it
+            name, commit = parts["repo_id"].text(), parts["sha"].text() if "sha" in parts else ""
+        elif {"dependency", "lock"} <= parts.keys():
+            dependency, lock = parts["dependency"].table(), parts["lock"].table()
+            name = dependency["repo-id"].text() if "repo-id" in dependency else ""
+            commit = lock["commit"].text() if "commit" in lock else ""
+        else:
             entry.error("an entry has a dependency and a lock")
-        dependency, lock = parts["dependency"].table(), parts["lock"].table()
-        if "repo-id" in dependency and dependency["repo-id"].text() == repo_id:
-            commits.append(lock["commit"].text() if "commit" in lock else "")
+        if name == repo_id:
+            commits.append(commit)
     if not commits:
         raise LockMissing(str(file), f"it does not name {repo_id}")
     if len(commits) > 1 or re.fullmatch(r"[0-9a-f]{40}", commits[0]) is None:

@@ -21,6 +21,7 @@ _Decorated = TypeVar("_Decorated")
 # stay what they are.
 NAMES: Final = "_kernel_loader_names"
 FUNCTIONS: Final = "_kernel_loader_functions"
+FUNCTION: Final = "_kernel_loader_function"
 _PEER_NAME, _PEER_CONDITION, _PEER_FUNCTIONS = "kernel_layer_name", "kernel_condition", "_kernel_funcs"
 
 
@@ -56,6 +57,8 @@ def use_kernel_forward_from_hub(
             detail = f"{target!r} was decorated with use_kernel_forward_from_hub"
             raise RequestError(detail, "Decorate a class that is an nn.Module, or a function.")
         cls = function_layer(target, target.__name__)
+        setattr(cls, FUNCTION, True)
+        setattr(cls, "__reduce_ex__", _by_name)  # noqa: B010 - as above
         replace_kernel_forward_from_hub(cls, layer_name, condition)
         return functools.update_wrapper(cls(), target)
 
@@ -68,10 +71,15 @@ def replace_kernel_forward_from_hub(cls: type, layer_name: str, condition: Condi
     Of several names, the newest for which a mapping has a kernel counts.
 
     Raises:
-        RequestError: it is no class.
+        RequestError: it is no subclass of `nn.Module`, or the name is no text.
     """
-    if not inspect.isclass(cls):
-        raise RequestError(f"{cls!r} is no class", "Pass a subclass of nn.Module.")
+    from torch import nn
+
+    if not inspect.isclass(cls) or not issubclass(cls, nn.Module):
+        raise RequestError(f"{cls!r} is no subclass of nn.Module", "Pass the class of a layer.")
+    name: object = layer_name
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{layer_name!r} is no name", "Pass the text by which mappings know the layer.")
     known = vars(cls).get(NAMES, ())
     setattr(cls, NAMES, (Name(layer_name, condition), *(name for name in known if name.name != layer_name)))
 
@@ -124,10 +132,26 @@ def functions_called_by(cls: type) -> tuple[nn.Module, ...]:
     return functions
 
 
+def functions_of(module: nn.Module) -> list[nn.Module]:
+    """All functions that a module calls: those of its class, those of the peer's decorator, and its attributes."""
+    children = (child for child in module._modules.values() if child is not None)  # noqa: SLF001 - of this module alone
+    return [*functions_called_by(type(module)), *peers_functions(module), *(c for c in children if is_function(c))]
+
+
+def is_function(module: nn.Module) -> bool:
+    """Whether a module is a function that was decorated."""
+    return getattr(type(module), FUNCTION, False)
+
+
 def peers_functions(module: nn.Module) -> Iterable[nn.Module]:
     """The functions that the peer's decorator has attached to a module."""
     attached: dict[str, nn.Module] = module.__dict__.get(_PEER_FUNCTIONS, {})
     return attached.values()
+
+
+def _by_name(self: nn.Module, protocol: int) -> str:  # noqa: ARG001 - as pickle calls it
+    # Functions are pickled and copied by reference.
+    return str(self.__dict__["__qualname__"])
 
 
 def _peer_condition(cls: type) -> Condition | None:

@@ -74,7 +74,10 @@ class Device:
     properties: CapabilityRange | None = None
 
     def __post_init__(self) -> None:
-        if self.type not in BACKENDS:
+        given: tuple[object, object] = (self.type, self.properties)
+        if not isinstance(given[1], CapabilityRange | None):
+            raise RequestError(f"properties {given[1]!r} were given", "Pass CUDAProperties(80, 90), or leave them out.")
+        if not isinstance(given[0], str) or self.type not in BACKENDS:
             raise RequestError(f"{self.type!r} is no kind of device", f"There are {', '.join(BACKENDS)}.")
         for owner, properties in (("cuda", CUDAProperties), ("rocm", ROCMProperties)):
             if isinstance(self.properties, properties) and self.type != owner:

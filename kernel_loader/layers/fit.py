@@ -12,7 +12,13 @@ from kernel_loader.layers.mode import Mode
 if TYPE_CHECKING:
     from torch import nn
 
-_FLAGS: Final = frozenset({"can_torch_compile", "has_backward"})
+# What a class with nothing but a forward has, and the flags by which it speaks of itself.
+_USUAL: Final = frozenset(
+    {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__init__", "forward"}
+    | {"__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__"}
+    | {"__parameters__", "can_torch_compile", "has_backward"}
+)
+_NOTHING: Final = (lambda: None).__code__
 
 
 def faults(layer: type, base: type) -> tuple[str, ...]:
@@ -24,10 +30,16 @@ def faults(layer: type, base: type) -> tuple[str, ...]:
     found = []
     if layer.__init__ is not nn.Module.__init__:
         found.append("it has a constructor, and a kernel's layer has no state of its own")
-    extra = {n for n in dir(layer) if not (n.startswith("__") and n.endswith("__"))} - set(dir(nn.Module)) - _FLAGS
+    own = {n for cls in layer.__mro__ if cls not in nn.Module.__mro__ for n in vars(cls)} - _USUAL
+    extra = {n for n in own if not hasattr(nn.Module, n) or n.startswith("__")}
     if extra:
         found.append(f"it has members beside forward ({', '.join(sorted(extra))}), which modules of the model lack")
-    return (*found, *_signature_faults(layer, base))
+    try:
+        if "__class__" in getattr(_function_of(layer), "__code__", _NOTHING).co_freevars:
+            found.append("its forward calls super(), which is another class's in the model")
+        return (*found, *_signature_faults(layer, base))
+    except (TypeError, ValueError) as error:
+        return (*found, f"its signature, or that of the original, cannot be read ({error})")
 
 
 def unsupported(layer: type, mode: Mode) -> str:
@@ -71,9 +83,10 @@ def _parameter_faults(mine: list[Parameter], theirs: list[Parameter]) -> list[st
         if not takes_rest:
             only = "takes {} by keyword alone" if wanted.name in by_keyword else "lacks the parameter {}"
             found.append(f"it {only.format(wanted.name)}")
+    further = {p.name: p for p in by_position[len(pairs) :] if p.kind is Parameter.POSITIONAL_OR_KEYWORD} | by_keyword
     for wanted in (p for p in theirs if p.kind is Parameter.KEYWORD_ONLY):
-        if wanted.name in by_keyword:
-            pairs.append((by_keyword[wanted.name], wanted))
+        if wanted.name in further:
+            pairs.append((further[wanted.name], wanted))
         elif not takes_keywords:
             found.append(f"it lacks the parameter {wanted.name}")
     found += [
@@ -116,10 +129,13 @@ def _renamed(layer: type, base: type) -> dict[str, str]:
 
 def parameters(cls: type) -> list[Parameter]:
     """The parameters of a forward, without self."""
-    forward: Any = inspect.getattr_static(cls, "forward")
-    is_static = isinstance(forward, staticmethod)
-    found = list(inspect.signature(forward.__func__ if is_static else forward).parameters.values())
-    return found if is_static else found[1:]
+    found = list(inspect.signature(_function_of(cls)).parameters.values())
+    return found if isinstance(inspect.getattr_static(cls, "forward"), staticmethod) else found[1:]
+
+
+def _function_of(cls: type) -> Any:  # noqa: ANN401 - whatever a class has as its forward
+    forward = inspect.getattr_static(cls, "forward")
+    return forward.__func__ if isinstance(forward, staticmethod) else forward
 
 
 def _rename(function: types.FunctionType, names: dict[str, str]) -> types.FunctionType:
@@ -132,6 +148,8 @@ def _rename(function: types.FunctionType, names: dict[str, str]) -> types.Functi
         new, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     renamed.__kwdefaults__ = {names.get(k, k): v for k, v in (function.__kwdefaults__ or {}).items()} or None
+    renamed.__dict__.update(function.__dict__)
+    renamed.__annotations__ = {names.get(k, k): v for k, v in function.__annotations__.items()}
     renamed.__doc__, renamed.__qualname__, renamed.__module__ = (
         function.__doc__,
         function.__qualname__,

@@ -8,14 +8,26 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from kernel_loader.errors import KernelizeError, KernelLoaderError, RequestError
-from kernel_loader.layers.decorator import Name, functions_called_by, names_of, peers_functions
+from kernel_loader.layers.decorator import Name, functions_of, is_function, names_of
 from kernel_loader.layers.device import BACKENDS, capability_of
 from kernel_loader.layers.fit import faults, unsupported
 from kernel_loader.layers.mapping import Found, KernelMapping, Missing, current_mapping
 from kernel_loader.layers.mode import KernelizeFallback, Mode
 from kernel_loader.layers.model import Known, Place, given_place, named_layers
 from kernel_loader.layers.repository import Layer, Repository
-from kernel_loader.layers.swap import Answer, Kernel, Outcome, base_of, give, kernel_of, swapped
+from kernel_loader.layers.swap import (
+    CLASSES,
+    DISABLED,
+    SWAPPED,
+    Answer,
+    Kernel,
+    Outcome,
+    base_of,
+    class_of,
+    give,
+    is_hidden,
+    kernel_of,
+)
 from kernel_loader.settings import Settings
 
 if TYPE_CHECKING:
@@ -70,13 +82,13 @@ def kernelize(
         KernelizeError: a layer has no kernel and may not keep its forward; the model is as it was.
         KernelLoaderError: as `load_module`, where a failure of loading is not covered.
     """
-    _refuse(mode)
+    _refuse(model, mode, use_fallback)
     allowed = KernelizeFallback.ALL if use_fallback is True else use_fallback or KernelizeFallback.NONE
     planner = _Planner(current_mapping(), allowed, mode, follow_mode=follow_mode)
     callers: list[tuple[nn.Module, nn.Module]] = []
     named = named_layers(model, given_place(device), callers)
     plan = [(module, planner.decide(module, place, known)) for module, place, known in named]
-    if not any(decision.cls is not base_of(module) for module, decision in plan):
+    if not any(decision.outcome.used or decision.cls is not base_of(module) for module, decision in plan):
         _nothing(planner.outcomes(), strict=strict)
     _apply(plan)
     CALLERS.joined(callers)
@@ -92,8 +104,9 @@ def unkernelize(model: _Model) -> _Model:
     """
     changed = False
     for module in model.modules():
-        changed |= _restore(module)
-        for function in (*functions_called_by(type(module)), *peers_functions(module)):
+        if not is_function(module) or module is model:
+            changed |= _restore(module)
+        for function in functions_of(module):
             if CALLERS.left(function, module):
                 changed |= _restore(function)
     if changed:
@@ -104,7 +117,13 @@ def unkernelize(model: _Model) -> _Model:
 # --- the plan -----------------------------------------------------------------------------------------------------
 
 
-def _refuse(mode: object) -> None:
+def _refuse(model: object, mode: object, use_fallback: object) -> None:
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"{type(model).__name__} object was given as the model", "Pass an nn.Module.")
+    if not isinstance(use_fallback, bool | KernelizeFallback):
+        raise RequestError(f"use_fallback={use_fallback!r} was given", "Pass True, False or a KernelizeFallback.")
     if not isinstance(mode, Mode):
         raise RequestError(f"mode={mode!r} was given", "Pass Mode.INFERENCE or Mode.TRAINING.")
     _ = mode.tried  # raises for modes that are for mappings alone
@@ -131,32 +150,53 @@ class _Planner:
         """What becomes of a module, which is not changed yet."""
         names, obstacle = known.names, known.scripted
         if known.has_conditions:
-            names = tuple([name for name in names if name.condition is None or name.condition(module)])
-        if obstacle is None and "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
+            names = tuple([name for name in names if self._holds(name, module)])
+        if obstacle is None and "forward" in module.__dict__ and is_hidden(module):
+            kernel = kernel_of(module)
+            if kernel is not None:
+                return Decision(kernel.outcome, known.cls)  # what hides it calls the kernel, and goes on doing so
             obstacle = _WRAPPED
-        key = (known.cls, place, names, obstacle, module.training if self._modes else None)
+        follows = bool(self._modes) and not known.is_function
+        key = (known.cls, place, names, obstacle, module.training if follows else None)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decisions[key] = self._decide(module, names, obstacle, place)
+            decision = self._decisions[key] = self._decide(module, names, obstacle, place, follows=follows)
         return decision
+
+    def _holds(self, name: Name, module: nn.Module) -> bool:
+        try:
+            return name.condition is None or bool(name.condition(module))
+        except Exception as error:
+            message = f"its condition raised {type(error).__name__}: {error}"
+            if KernelizeFallback.CANNOT_LOAD not in self._allowed:
+                raise KernelizeError(name.name, "condition", message, "Correct the condition.") from error
+            logger.warning("layer %s keeps its own forward: %s", name.name, message)
+            return False
 
     def outcomes(self) -> set[Outcome]:
         """All that was decided."""
         return {decision.outcome for decision in self._decisions.values()}
 
     def _decide(
-        self, module: nn.Module, names: tuple[Name, ...], obstacle: tuple[str, str] | None, place: Place | None
+        self,
+        module: nn.Module,
+        names: tuple[Name, ...],
+        obstacle: tuple[str, str] | None,
+        place: Place | None,
+        *,
+        follows: bool,
     ) -> Decision:
         base = base_of(module)
-        answer = self._answer(base, names, obstacle, place, self._mode)
-        if not self._modes:
-            kernel = Kernel(base, answer.outcome, answer.layer)
-            return Decision(answer.outcome, swapped(kernel) if answer.layer is not None else base)
-        training, inference = (self._answer(base, names, obstacle, place, mode) for mode in self._modes)
-        if training.layer is None and inference.layer is None:
-            return Decision(answer.outcome, base)
-        outcome, layer = training if module.training else inference
-        return Decision(outcome, swapped(Kernel(base, outcome, layer, training, inference)))
+        modes = self._modes if follows else (self._mode,)
+        answers = [self._answer(base, names, obstacle, place, mode) for mode in modes]
+        outcome, layer = answers[0 if module.training or not follows else 1]
+        if all(answer.layer is None for answer in answers):
+            return Decision(outcome, base)
+        try:
+            return Decision(outcome, CLASSES.swapped(Kernel(base, outcome, layer, *(answers if follows else ()))))
+        except TypeError as error:
+            missing = Missing("misfit", f"{base.__qualname__}: {error}", KernelizeFallback.CANNOT_LOAD)
+            return Decision(self._fallback(missing, names[0].name, base, self._mode).outcome, base)
 
     def _answer(
         self,
@@ -172,7 +212,7 @@ class _Planner:
         if not names:
             return _kept(named.names[0].name, "condition", "its condition refuses this module", mode)
         if self._disabled:
-            return _kept(names[0].name, "disabled", "KERNEL_LOADER_DISABLE_MAPPING is set", mode)
+            return _kept(names[0].name, "disabled", DISABLED, mode)
         if obstacle is not None:
             return self._fallback(Missing(*obstacle, KernelizeFallback.CANNOT_LOAD), names[0].name, cls, mode)
         return self._choose(cls, names, place, mode)
@@ -260,9 +300,10 @@ def _apply(plan: list[tuple[nn.Module, Decision]]) -> None:
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for module, decision in plan:
-            changed.append((module, type(module)))
-            give(module, decision.cls)
-            if decision.cls is base_of(module):
+            if decision.cls is not type(module) and decision.cls is not (cls := class_of(module)):
+                changed.append((module, cls))
+                give(module, decision.cls)
+            if not decision.outcome.used and kernel_of(module) is None:
                 module.__dict__[REASON] = decision.outcome
             else:
                 module.__dict__.pop(REASON, None)
@@ -270,7 +311,7 @@ def _apply(plan: list[tuple[nn.Module, Decision]]) -> None:
         for module, cls in changed:
             give(module, cls)
         raise
-    if any(type(module) is not cls for module, cls in changed):
+    if changed:
         _forget_compiled()
 
 
@@ -309,5 +350,11 @@ def _restore(module: nn.Module) -> bool:
     module.__dict__.pop(REASON, None)
     if kernel_of(module) is None:
         return False
-    give(module, base_of(module))
+    base = base_of(module)
+    if is_hidden(module) or hasattr(base, SWAPPED):
+        logger.warning(
+            "%s keeps its kernel: it was wrapped after it was kernelized. Unwrap it first.", base.__qualname__
+        )
+        return False
+    give(module, base)
     return True

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from kernel_loader.errors import KernelLoaderError, ManifestError, RequestError
 from kernel_loader.layers.device import CapabilityRange, CUDAProperties, Device, ROCMProperties
-from kernel_loader.layers.mode import KernelizeFallback, Mode
+from kernel_loader.layers.mode import USABLE, KernelizeFallback, Mode
 from kernel_loader.layers.repository import LayerRepository, Repository
 from kernel_loader.reading import Node
 from kernel_loader.resources import data_directory
@@ -57,8 +57,8 @@ class KernelMapping(NamedTuple):
             RequestError: something in `given` is no device, mode or repository.
         """
         layers = {name: dict(devices) for name, devices in self.layers.items()}
-        for name, devices in given.items():
-            for key, entry in devices.items():
+        for name, devices in _table(given, "a mapping is a table of layers").items():
+            for key, entry in _table(devices, f"the mapping of {name} is a table of devices").items():
                 device = key if isinstance(key, Device) else Device(key)
                 ranges = dict(layers.setdefault(name, {}).get(device.type, {}))
                 ranges[device.ends] = _modes(name, entry)
@@ -93,11 +93,18 @@ def _holds(ends: _Ends, capability: int | None) -> bool:
     return ends == CapabilityRange().ends if capability is None else ends[0] <= capability <= ends[1]
 
 
+def _table(given: object, what: str) -> Mapping[Any, Any]:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{what}, and {given!r} was given", 'It is {"RMSNorm": {"cuda": LayerRepository(...)}}.')
+    return given
+
+
 def _modes(name: str, entry: Repository | Mapping[Mode, Repository]) -> Mapping[Mode, Repository]:
     modes = dict(entry) if isinstance(entry, Mapping) else {Mode.FALLBACK: entry}
     given: dict[Any, Any] = {**modes}
     for mode, repository in given.items():
-        if not isinstance(mode, Mode) or not callable(getattr(repository, "load", None)):
+        # An entry for TORCH_COMPILE alone would never be tried.
+        if mode not in USABLE or not callable(getattr(repository, "load", None)):
             detail = f"the mapping of {name} has {mode!r}: {repository!r}"
             raise RequestError(detail, "It is a LayerRepository, or a table of Mode -> LayerRepository.")
     return MappingProxyType(modes)
@@ -154,14 +161,13 @@ def register_kernel_mapping(mapping: Given, *, inherit_mapping: bool = True) -> 
 
 def use_kernel_mapping(mapping: Given, *, inherit_mapping: bool = True) -> AbstractContextManager[None]:
     """As `register_kernel_mapping`, inside a `with` block. Other threads and tasks do not see it."""
-    # Read here, so that a mistake is raised where it was made.
-    extended = (current_mapping() if inherit_mapping else KernelMapping()).extended(mapping)
-    return _inside(extended)
+    KernelMapping().extended(mapping)  # so that a mistake is raised where it was made
+    return _inside(mapping, inherit=inherit_mapping)
 
 
 @contextmanager
-def _inside(mapping: KernelMapping) -> Iterator[None]:
-    token = _INSIDE.set(mapping)
+def _inside(mapping: Given, *, inherit: bool) -> Iterator[None]:
+    token = _INSIDE.set((current_mapping() if inherit else KernelMapping()).extended(mapping))
     try:
         yield
     finally:
@@ -197,7 +203,10 @@ def shipped_mapping() -> KernelMapping:
         tool = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
     except (OSError, ValueError) as error:
         raise ManifestError(str(project.absolute()), "", f"it cannot be read ({error})") from error
-    layers = tool.get("kernel-loader", {}).get("layers", {}) if isinstance(tool, dict) else {}
+    own = tool.get("kernel-loader", {}) if isinstance(tool, dict) else {}
+    if not isinstance(own, dict):
+        raise ManifestError(str(project.absolute()), "tool.kernel-loader", "a table was expected")
+    layers = own.get("layers", {})
     return mapping.extended(read_layers(layers, str(project.absolute()), trusted=False))
 
 

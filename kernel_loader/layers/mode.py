@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Flag, auto
+from typing import Final
 
 from kernel_loader.errors import RequestError
 
@@ -58,6 +59,16 @@ class Mode(Flag):
                 detail, "Pass Mode.INFERENCE or Mode.TRAINING, with | Mode.TORCH_COMPILE where it is used."
             )
         return (*(mode for mode in own if Mode.TORCH_COMPILE in mode or not compiled), Mode.FALLBACK)
+
+
+# What an entry of a mapping may be for.
+USABLE: Final = (
+    Mode.INFERENCE,
+    Mode.TRAINING,
+    Mode.INFERENCE | Mode.TORCH_COMPILE,
+    Mode.TRAINING | Mode.TORCH_COMPILE,
+    Mode.FALLBACK,
+)
 
 
 class KernelizeFallback(Flag):

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kernel_loader.errors import RequestError
-from kernel_loader.layers.decorator import Name, functions_called_by, names_of, peers_functions
+from kernel_loader.layers.decorator import FUNCTION, Name, functions_called_by, names_of, peers_functions
 from kernel_loader.layers.device import Device, kind_of
+from kernel_loader.layers.swap import class_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ class Known(NamedTuple):
     has_conditions: bool
     functions: tuple[nn.Module, ...]
     scripted: tuple[str, str] | None
+    is_function: bool
 
 
 def named_layers(
@@ -45,15 +47,19 @@ def named_layers(
     places = [given] * len(modules) if given is not None else _places(modules, parents)
     classes: dict[type[nn.Module], Known] = {}
     functions: set[int] = set()
-    for module, place in zip(modules, places, strict=True):
-        known = classes.get(type(module)) or classes.setdefault(type(module), _known(type(module)))
+    for module, place, parent in zip(modules, places, parents, strict=True):
+        cls = type(module)
+        known = classes.get(cls) or classes.setdefault(cls, _known(class_of(module)))
         if known.has_name:
+            functions.add(id(module))
+            if known.is_function and parent >= 0:
+                callers.append((module, modules[parent]))
             yield module, place, known
         for function in (*known.functions, *peers_functions(module)):
             callers.append((function, module))
             if id(function) not in functions:
                 functions.add(id(function))
-                yield function, place, _known(type(function))
+                yield function, place, _known(class_of(function))
 
 
 def _known(cls: type[nn.Module]) -> Known:
@@ -63,7 +69,8 @@ def _known(cls: type[nn.Module]) -> Known:
     conditions = any(name.condition is not None for name in named.names)
     scripted = _SCRIPTED if issubclass(cls, torch.jit.ScriptModule) else None
     has_name = bool(named.names) or named.overridden
-    return Known(cls, named.names, has_name, conditions, functions_called_by(cls), scripted)
+    function = getattr(cls, FUNCTION, False)
+    return Known(cls, named.names, has_name, conditions, functions_called_by(cls), scripted, function)
 
 
 def _tree(model: nn.Module) -> tuple[list[nn.Module], list[int]]:
@@ -123,10 +130,14 @@ def given_place(device: str | torch.device | None) -> Place | None:
     Raises:
         RequestError: there is no such kind of device.
     """
+    import torch
+
     if device is None:
         return None
-    if not isinstance(device, str):
+    if isinstance(device, torch.device):
         return _place(device)
+    if not isinstance(device, str):
+        raise RequestError(f"device={device!r} was given", "A device is a kind, such as cuda, or a torch.device.")
     kind, _, index = device.partition(":")
     Device(kind)  # refuses what is no kind of device
     if index and not index.isdecimal():

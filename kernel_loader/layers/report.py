@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kernel_loader.layers.decorator import functions_called_by, names_of, peers_functions
+from kernel_loader.layers.decorator import functions_of, names_of
 from kernel_loader.layers.kernelizer import REASON
 from kernel_loader.layers.swap import base_of, kernel_of
 
@@ -85,7 +85,7 @@ def kernelize_report(model: nn.Module) -> KernelizeReport:
     paths: dict[LayerReport, str] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for layer in (module, *functions_called_by(type(module)), *peers_functions(module)):
+        for layer in (module, *functions_of(module)):
             row = _row(layer) if id(layer) not in seen else None
             seen.add(id(layer))
             if row is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -69,9 +69,12 @@ class LayerRepository:
         version: int | None = None,
         trust_remote_code: bool | list[str] | tuple[str, ...] = False,
     ) -> None:
+        _refuse(repo_id, layer_name)
+        if version is not None and type(version) is not int:
+            raise RequestError(f"version={version!r} was given", "A version is a whole number, such as version=1.")
         if (revision is not None) == (version is not None) and ("/" in repo_id or revision is not None):
             raise RequestError(f"{repo_id} was given version={version}, revision={revision!r}", "Pass one of them.")
-        trusted = trust_remote_code if isinstance(trust_remote_code, bool) else tuple(trust_remote_code)
+        trusted = _trusted(trust_remote_code)
         values = {"repo_id": repo_id, "layer_name": layer_name, "revision": revision, "version": version}
         for name, value in (values | {"trust_remote_code": trusted}).items():
             object.__setattr__(self, name, value)
@@ -102,6 +105,7 @@ class LocalLayerRepository:
     layer_name: str
 
     def __init__(self, repo_path: Path | str, *, layer_name: str) -> None:
+        _refuse(str(repo_path), layer_name)
         object.__setattr__(self, "repo_path", Path(repo_path).absolute())
         object.__setattr__(self, "layer_name", layer_name)
 
@@ -139,7 +143,8 @@ class LockedLayerRepository:
         layer_name: str,
         trust_remote_code: bool | list[str] | tuple[str, ...] = False,
     ) -> None:
-        trusted = trust_remote_code if isinstance(trust_remote_code, bool) else tuple(trust_remote_code)
+        _refuse(repo_id, layer_name)
+        trusted = _trusted(trust_remote_code)
         values = {"repo_id": repo_id, "lockfile": Path(lockfile).absolute(), "layer_name": layer_name}
         for name, value in (values | {"trust_remote_code": trusted}).items():
             object.__setattr__(self, name, value)
@@ -154,6 +159,20 @@ class LockedLayerRepository:
 
     def __str__(self) -> str:
         return f"{self.repo_id}:{self.layer_name}, as {self.lockfile.name} has it"
+
+
+def _refuse(*texts: object) -> None:
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"{text!r} was given", "Pass the repository and the name of the layer, as texts.")
+
+
+def _trusted(given: object) -> bool | tuple[str, ...]:
+    if isinstance(given, bool):
+        return given
+    if not isinstance(given, Collection) or isinstance(given, str):
+        raise RequestError(f"trust_remote_code={given!r} was given", "Pass True, False or a list of repositories.")
+    return tuple(given)
 
 
 def _layer(module: ModuleType, name: str) -> Layer:

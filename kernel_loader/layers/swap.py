@@ -7,17 +7,21 @@ copying, pickling and `train()` can be told what to do, which an attribute of th
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
 import threading
 import types
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 from kernel_loader.errors import KernelLoaderError
-from kernel_loader.layers.fit import forward_for
+from kernel_loader.layers.fit import faults, forward_for
 from kernel_loader.layers.mode import Mode
+from kernel_loader.settings import Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kernel_loader")
 
 SWAPPED: Final = "_kernel_loader_kernel"
+KEPT: Final = "_kernel_loader_kept"
+
+DISABLED: Final = "KERNEL_LOADER_DISABLE_MAPPING is set"
 
 
 @dataclass(frozen=True)
@@ -81,20 +88,58 @@ class Kernel(NamedTuple):
         return self._replace(outcome=answer.outcome, layer=answer.layer)
 
 
-_MAKING: Final = threading.Lock()
+class Classes:
+    """The classes that were made; forgotten when no module is of them any more."""
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.RLock()  # making one may run code of the model's, which may kernelize
+        self._made: Final[WeakValueDictionary[object, type[nn.Module]]] = WeakValueDictionary()
+
+    def swapped(self, kernel: Kernel) -> type[nn.Module]:
+        """The class for modules that a kernel serves; one for each kernel and class.
+
+        Raises:
+            TypeError: the class cannot be derived from.
+        """
+        key = (id(kernel.base), kernel[1:])  # the class that is made keeps its base alive
+        with self._lock:
+            made = self._made.get(key)
+            if made is None:
+                made = self._made[key] = _swapped(kernel)
+        return made
+
+    def rebuilt(self, cls: type[nn.Module], kernel: Kernel | None) -> type[nn.Module]:
+        """A class with another kernel, or none. Others derive from a swapped class (`fully_shard` does).
+
+        Raises:
+            TypeError: a method of a derived class calls `super()`, and would not know the class that is made anew.
+        """
+        own: Kernel | None = vars(cls).get(SWAPPED)
+        if own is not None:
+            return own.base if kernel is None else self.swapped(kernel)
+        if not hasattr(cls, SWAPPED):
+            return cls
+        key = (id(cls), kernel)
+        with self._lock:
+            made = self._made.get(key)
+            if made is None:
+                body = _body(cls)
+                if any("__class__" in getattr(getattr(v, "__code__", None), "co_freevars", ()) for v in body.values()):
+                    raise TypeError(f"{cls.__qualname__} derives from a kernelized class, and calls super()")
+                bases = tuple(self.rebuilt(base, kernel) for base in cls.__bases__)
+                made = self._made[key] = _class(cls, bases, body | {"_kernel_loader_made_of": cls})
+        return made
 
 
-def swapped(kernel: Kernel) -> type[nn.Module]:
-    """The class for modules that a kernel serves; one for each kernel and class."""
-    with _MAKING:
-        return _made(kernel)
+CLASSES: Final = Classes()
 
 
-@functools.lru_cache(maxsize=4096)
-def _made(kernel: Kernel) -> type[nn.Module]:
+def _swapped(kernel: Kernel) -> type[nn.Module]:
     base = kernel.base
+    modes = tuple(Kept(*answer) for answer in (kernel.training, kernel.inference) if answer is not None)
     body: dict[str, Any] = {
         SWAPPED: kernel,
+        KEPT: (Kept(kernel.outcome, kernel.layer), modes),
         "train": _train,
         "__reduce_ex__": _reduce,
         "__doc__": base.__doc__,
@@ -103,7 +148,35 @@ def _made(kernel: Kernel) -> type[nn.Module]:
     }
     if kernel.layer is not None:
         body["forward"] = forward_for(kernel.layer, base)
-    return _class(base.__name__, (base,), body)
+    return _class(base, (base,), body)
+
+
+def _body(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+
+
+def _class(like: type, bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
+    """A class, made without telling its bases: libraries keep registers of their subclasses by name."""
+    from torch import nn
+
+    made: Any = type.__new__(type(like), like.__name__, (nn.Module,), body)
+    try:
+        made.__bases__ = bases
+    except TypeError:  # __slots__
+        made = types.new_class(like.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+    found: type[nn.Module] = made
+    return found
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that forward is of: where parametrizations have given a module one of its own, what lies beneath."""
+    cls = type(module)
+    return cls.__bases__[0] if _is_parametrized(module) else cls
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    # Of a module that is being read from a pickle, nothing is there yet.
+    return "parametrizations" in module.__dict__.get("_modules", ())
 
 
 def kernel_of(module: nn.Module) -> Kernel | None:
@@ -114,35 +187,33 @@ def kernel_of(module: nn.Module) -> Kernel | None:
 
 def base_of(module: nn.Module) -> type[nn.Module]:
     """The class of a module without any kernel."""
-    return rebuilt(type(module), None)  # type: ignore[arg-type]  # nn.Module annotates its __hash__ in its own way
-
-
-@functools.lru_cache(maxsize=4096)
-def rebuilt(cls: type[nn.Module], kernel: Kernel | None) -> type[nn.Module]:
-    """A class with another kernel, or none. Others may have made a subclass of a swapped one (`fully_shard` does)."""
-    own: Kernel | None = vars(cls).get(SWAPPED)
-    if own is not None:
-        return own.base if kernel is None else swapped(kernel)
-    if not hasattr(cls, SWAPPED):
+    cls = class_of(module)
+    try:
+        return CLASSES.rebuilt(cls, None)
+    except TypeError:
         return cls
-    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    bases = tuple(rebuilt(base, kernel) for base in cls.__bases__)
-    return _class(cls.__name__, bases, body)
 
 
-def _class(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type[nn.Module]:
-    made: type[nn.Module] = types.new_class(name, bases, exec_body=lambda namespace: namespace.update(body))
-    return made
+def is_hidden(module: nn.Module) -> bool:
+    """Whether a forward on the module itself hides that of its class. accelerate's hooks do not: they call it."""
+    return "forward" in module.__dict__ and not _is_kept(module)
+
+
+def _is_kept(module: nn.Module) -> bool:
+    kept, static = module.__dict__.get("_old_forward"), inspect.getattr_static(type(module), "forward")
+    if isinstance(static, staticmethod):
+        return kept is static.__func__
+    return isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is static
 
 
 def give(module: nn.Module, cls: type[nn.Module]) -> None:
     """Make a module one of a class that differs from its own by forward alone."""
-    before = type(module)
-    object.__setattr__(module, "__class__", cls)  # nn.Module's own would look whether it is a parameter
-    # accelerate's hooks call the forward that they have kept.
-    kept = module.__dict__.get("_old_forward")
-    if isinstance(kept, MethodType) and kept.__func__ is before.forward:
-        module.__dict__["_old_forward"] = MethodType(cls.forward, module)
+    is_kept = "_old_forward" in module.__dict__ and _is_kept(module)
+    # A parametrized module has a class of its own, which copies of it share.
+    own = _class(type(module), (cls,), _body(type(module))) if _is_parametrized(module) else cls
+    object.__setattr__(module, "__class__", own)  # nn.Module's own would look whether it is a parameter
+    if is_kept:
+        module.__dict__["_old_forward"] = inspect.getattr_static(cls, "forward").__get__(module, cls)
 
 
 # --- methods of swapped classes -------------------------------------------------------------------------------------
@@ -150,11 +221,13 @@ def give(module: nn.Module, cls: type[nn.Module]) -> None:
 
 def _train(self: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - as nn.Module has it
     kernel: Kernel = getattr(type(self), SWAPPED)
+    kernel.base.train(self, mode)
     if kernel.training is not None:
-        give(self, rebuilt(type(self), kernel.in_mode(training=mode)))  # type: ignore[arg-type]  # as above
-    elif mode and Mode.INFERENCE in kernel.outcome.mode:
+        with contextlib.suppress(TypeError):  # of a derived class that cannot be made again
+            give(self, CLASSES.rebuilt(class_of(self), kernel.in_mode(training=self.training)))
+    elif self.training and Mode.INFERENCE in kernel.outcome.mode:
         _warn_of_training()
-    return kernel.base.train(self, mode)
+    return self
 
 
 @functools.cache
@@ -165,15 +238,16 @@ def _warn_of_training() -> None:
     )
 
 
-def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """As the base class would be copied and pickled, and the kernel's place remembered."""
+def _reduce(self: nn.Module, protocol: int) -> Any:  # noqa: ANN401 - as pickle has it
+    """As the class without a kernel would be copied and pickled, and the kernel's place remembered."""
     kernel: Kernel = getattr(type(self), SWAPPED)
     reduced: Any = kernel.base.__reduce_ex__(self, protocol)
+    if isinstance(reduced, str):
+        return reduced  # a function, which is pickled by its name
+    cls, base = type(self), base_of(self)
     function, args, *rest = reduced
-    cls = type(self)
-    args = tuple(kernel.base if arg is cls else arg for arg in args)
-    modes = tuple(Kept(*answer) for answer in (kernel.training, kernel.inference) if answer is not None)
-    return (_restored, (function, args, Kept(kernel.outcome, kernel.layer), modes), *rest)
+    args = tuple(base if arg is cls else arg for arg in args)
+    return (_restored, (base if function is cls else function, args, *getattr(cls, KEPT)), *rest)
 
 
 class Kept:
@@ -192,6 +266,9 @@ class Kept:
         self.outcome, self.layer = state["outcome"], None
         o = self.outcome
         if not o.used or o.repository is None or o.origin is None:
+            return
+        if Settings.from_env().disable_mapping:
+            self.outcome = Outcome(o.layer, used=False, code="disabled", message=DISABLED, mode=o.mode)
             return
         try:
             layer = o.repository.load(o.backend)
@@ -214,6 +291,16 @@ def _lost(outcome: Outcome, why: str) -> Outcome:
 
 def _restored(function: Any, args: tuple[Any, ...], kept: Kept, modes: tuple[Kept, ...]) -> nn.Module:  # noqa: ANN401
     module: nn.Module = function(*args)
-    kernel = Kernel(type(module), kept.outcome, kept.layer, *(Answer(part.outcome, part.layer) for part in modes))
-    give(module, swapped(kernel))
+    base = base_of(module)
+    answers = [_fitting(part, base) for part in (kept, *modes)]
+    give(module, CLASSES.swapped(Kernel(base, *answers[0], *answers[1:])))
     return module
+
+
+def _fitting(kept: Kept, base: type[nn.Module]) -> Answer:
+    """What was kept, unless the model's class has changed since."""
+    if kept.layer is None or not (problems := faults(kept.layer, base)):
+        return Answer(kept.outcome, kept.layer)
+    why = f"the kernel no longer fits {base.__qualname__}: {'; '.join(problems)}"
+    logger.warning("layer %s keeps its own forward: %s", kept.outcome.layer, why)
+    return Answer(_lost(kept.outcome, why), None)

@@ -1,12 +1,14 @@
 """kernelize: in place, all or nothing, and the model back as it was."""
 
 import copy
+import gc
 import io
 import logging
 import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -722,3 +724,284 @@ def test_the_peers_script_runs_with_another_import():
         print(model(torch.ones(1, 4)).shape)
     """)
     assert run(script.replace("{", "{{").replace("}", "}}")) == "torch.Size([1, 4])\n"
+
+
+# --- models that do unusual things ----------------------------------------------------------------------------------
+
+
+def hook(layer):
+    """As accelerate does: forward on the module calls the one that is kept."""
+    layer._old_forward = layer.forward
+    layer.forward = lambda x: layer._old_forward(x)  # noqa: PLW0108 - looked up at each call
+
+
+@use_kernel_forward_from_hub("Identity")
+class Identity(nn.Module):
+    """Gives back what it gets."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+TEN = "def ten(x):\n    return x * 10\n"
+
+
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_a_function_serves_a_layer_whose_forward_accelerate_keeps(kernel, hooked_first):
+    model, x = nn.Sequential(Identity()), torch.ones(1)
+    with mapped(kernel("ten", layers=TEN), "Identity"):
+        if hooked_first:
+            hook(model[0])
+        kernelize(model, mode=Mode.INFERENCE, device="cpu")
+        if not hooked_first:
+            hook(model[0])
+    assert model(x) == 10
+    unkernelize(model)
+    assert model(x) == 1
+    assert codes(model) == {("Identity", "not-kernelized"): 1}
+
+
+def test_a_kept_forward_that_is_not_the_layers_is_a_wrapper(kernel, x):
+    model = nn.Sequential(Scale())
+    original = model[0].forward
+    model[0].forward = lambda x: original(x) + 100
+    hook(model[0])
+    kernelized(model, kernel())
+    assert codes(model) == {("Scale", "wrapped"): 1}
+    assert torch.equal(model(x), x * model[0].weight + 100)
+
+
+def test_the_report_tells_what_runs_when_a_kernel_was_wrapped(kernel, x, caplog):
+    model = kernelized(nn.Sequential(Scale()), kernel())
+    replaced = model[0].forward
+    model[0].forward = lambda x: replaced(x) + 100
+    for _ in range(2):
+        assert codes(kernelized(model, kernel(factor=3))) == {("Scale", "used"): 1}
+        assert torch.equal(model(x), 10 * x * model[0].weight + 100)
+    unkernelize(model)
+    assert "Unwrap it first" in caplog.text
+    assert codes(model) == {("Scale", "used"): 1}
+    del model[0].forward
+    assert torch.equal(unkernelize(model)(x), x * model[0].weight)
+
+
+@pytest.mark.parametrize("kernelize_first", [True, False])
+def test_parametrized_layers_take_kernels_and_stay_parametrized(kernel, x, kernelize_first):
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    parametrize = torch.nn.utils.parametrize
+    model = nn.Sequential(Scale())
+    weight = model[0].weight.detach().clone()
+    if kernelize_first:
+        kernelized(model, kernel())
+    parametrize.register_parametrization(model[0], "weight", Double())
+    kernelized(model, kernel())
+    assert torch.equal(model(x), 20 * x * weight)
+    copied = copy.deepcopy(model)
+    assert codes(copied) == codes(model) == {("Scale", "used"): 1}
+    assert torch.equal(unkernelize(copied)(x), 2 * x * weight)
+    assert torch.equal(model(x), 20 * x * weight)
+    unkernelize(model)
+    assert torch.equal(model(x), 2 * x * weight)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is Scale
+
+
+def test_a_class_that_derives_from_a_kernelized_one_is_copied_and_kept(kernel, x, caplog):
+    class Mixin:
+        pass
+
+    model = kernelized(nn.Sequential(Scale()), kernel())
+    model[0].__class__ = type("Lora", (Mixin, type(model[0])), {})
+    copied = copy.deepcopy(model)
+    assert isinstance(copied[0], Mixin)
+    assert torch.equal(copied(x), model(x))
+    unkernelize(copied)
+    assert isinstance(copied[0], Mixin)
+    assert torch.equal(copied(x), x * model[0].weight)
+
+    class Sub(type(kernelized(Scale(), kernel()))):
+        def extra_repr(self):
+            return "s" + super().extra_repr()
+
+    sub = nn.Sequential(Sub())
+    unkernelize(sub)
+    assert "keeps its kernel" in caplog.text
+    assert "s" in repr(sub)
+    assert codes(sub) == {("Scale", "used"): 1}
+
+
+class Reduced(Scale):
+    """Says itself how it is pickled."""
+
+    def __reduce__(self):
+        return (self.__class__, (4,), self.__dict__)
+
+
+def test_a_layer_that_says_how_it_is_pickled_is_pickled_so(kernel, x):
+    model = kernelized(Reduced(), kernel())
+    for back in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert torch.equal(back(x), model(x))
+        assert unkernelize(back).__class__ is Reduced
+
+
+def test_libraries_that_register_their_classes_never_see_a_swapped_one(kernel):
+    register = {}
+
+    @use_kernel_forward_from_hub("Scale")
+    class Registered(nn.Module):
+        def __init_subclass__(cls, *, kind, **options):
+            register[cls.__name__] = cls
+
+        def forward(self, x):
+            return x
+
+    class Child(Registered, kind="a"):
+        pass
+
+    model = kernelized(nn.Sequential(nn.Linear(1, 1), Child()), kernel())
+    assert codes(model) == {("Scale", "used"): 1}
+    assert register == {"Child": Child}
+    assert codes(nn.Sequential(register["Child"]())) == {("Scale", "not-kernelized"): 1}
+
+
+UNFIT = {
+    "builtin": "import torch\ndouble = torch.rms_norm\n",
+    "classmethod": (
+        "from torch import nn\nclass double(nn.Module):\n    @classmethod\n    def forward(cls, x): return x\n"
+    ),
+    "super": (
+        "from torch import nn\nclass Base(nn.Module):\n    def forward(self, x): return x\n"
+        "class double(Base):\n    def forward(self, x): return super().forward(x)\n"
+    ),
+    "getattr": (
+        "from torch import nn\nclass double(nn.Module):\n    def __getattr__(self, name): return 2\n"
+        "    def forward(self, x): return x * self.two\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", UNFIT.values(), ids=UNFIT)
+def test_a_kernel_that_could_not_run_in_the_model_does_not_fit(kernel, source):
+    repository = kernel("double", layers=source)
+    assert codes(kernelized(Model(), repository)) == {("Scale", "misfit"): 2}
+    with pytest.raises(KernelizeError):
+        kernelized(Model(), repository, use_fallback=False)
+
+
+@pytest.mark.parametrize("forward", [classmethod(lambda cls, x: x), property(lambda self: lambda x: x)])
+def test_a_layer_whose_forward_is_no_function_keeps_it(kernel, forward):
+    cls = type("Odd", (nn.Module,), {"forward": forward})
+    replace_kernel_forward_from_hub(cls, "Scale")
+    assert codes(kernelized(nn.Sequential(nn.Linear(1, 1), cls()), kernel())) == {("Scale", "misfit"): 1}
+
+
+def test_a_condition_that_raises_refuses_or_is_an_error(kernel):
+    @use_kernel_forward_from_hub("Scale", condition=lambda module: module.nothing)
+    class Conditional(Scale):
+        def forward(self, x):
+            return x
+
+    assert codes(kernelized(nn.Sequential(Conditional()), kernel())) == {("Scale", "condition"): 1}
+    with pytest.raises(KernelizeError, match="its condition raised AttributeError"):
+        kernelized(nn.Sequential(Conditional()), kernel(), use_fallback=False)
+
+
+def test_a_frozen_layer_follows_the_mode_that_it_is_in(kernel, x):
+    class Frozen(Scale):
+        def train(self, mode=True):
+            return self
+
+    model = nn.Sequential(Frozen())
+    model[0].training = False
+    kernelized(model, {Mode.INFERENCE: kernel(factor=2), Mode.TRAINING: kernel(factor=3)}, follow_mode=True)
+    assert torch.equal(model.train()(x), 2 * x * model[0].weight)
+
+
+@use_kernel_forward_from_hub("double")
+def double(x, by=2):
+    """Doubles."""
+    return x * by
+
+
+class Holder(nn.Module):
+    """Has the function as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.linear = double, nn.Linear(1, 1)
+
+
+def test_functions_take_the_kernel_of_the_mode_that_was_asked_for(kernel):
+    model = use_kernelized_func(double)(type("Caller", (nn.Module,), {}))().eval()
+    model.linear = nn.Linear(1, 1)
+    with mapped({Mode.INFERENCE: kernel("double", factor=5), Mode.TRAINING: kernel("double", factor=7)}, "double"):
+        kernelize(model, mode=Mode.INFERENCE, follow_mode=True)
+    assert double(torch.tensor(1)) == 10
+    unkernelize(model)
+    assert double(torch.tensor(1)) == 2
+
+
+def test_functions_are_pickled_and_copied_by_reference(kernel):
+    assert pickle.loads(pickle.dumps(double)) is copy.deepcopy(double) is double
+    with mapped(kernel("double"), "double"):
+        model = kernelize(Holder(), mode=Mode.INFERENCE)
+        assert pickle.loads(pickle.dumps(model)).act is copy.deepcopy(model).act is double
+        other = kernelize(Holder(), mode=Mode.INFERENCE)
+    unkernelize(model)
+    assert double(torch.tensor(1)) == 20
+    unkernelize(other)
+    assert double(torch.tensor(1)) == 2
+
+
+def test_many_layers_are_read_with_one_load_and_one_warning(kernel, caplog, monkeypatch):
+    model = kernelized(nn.Sequential(*(Scale() for _ in range(20))), kernel())
+    data, loads = pickle.dumps(model), []
+    load = LocalLayerRepository.load
+    monkeypatch.setattr(LocalLayerRepository, "load", lambda *args: loads.append(1) or load(*args))
+    assert codes(pickle.loads(data)) == {("Scale", "used"): 20}
+    assert len(loads) == 1
+    monkeypatch.setenv("KERNEL_LOADER_DISABLE_MAPPING", "1")
+    assert codes(pickle.loads(data)) == {("Scale", "disabled"): 20}
+    monkeypatch.delenv("KERNEL_LOADER_DISABLE_MAPPING")
+    monkeypatch.setattr(LocalLayerRepository, "load", lambda *args: load(LocalLayerRepository("gone", layer_name="x")))
+    assert codes(pickle.loads(data)) == {("Scale", "not-restored"): 20}
+    assert sum("keeps its own forward" in message for message in caplog.messages) == 1
+
+
+def test_a_kernel_that_no_longer_fits_a_saved_layer_is_told(kernel, monkeypatch, caplog):
+    data = pickle.dumps(kernelized(Scale(), kernel()))
+    monkeypatch.setattr(Scale, "forward", lambda self, x, y: x)
+    assert codes(pickle.loads(data)) == {("Scale", "not-restored"): 1}
+    assert "no longer fits" in caplog.text
+
+
+def test_classes_are_forgotten_with_their_models(kernel):
+    def make():
+        cls = type("Local", (Scale,), {})
+        model = kernelized(nn.Sequential(cls()), kernel())
+        kernelize_report(model)
+        unkernelize(kernelized(model, kernel()))
+        return weakref.ref(cls)
+
+    reference = make()
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: kernelize(None, mode=Mode.INFERENCE),
+        lambda model: kernelize(model, mode=Mode.INFERENCE, use_fallback="yes"),
+        lambda model: kernelize(model, mode=Mode.INFERENCE, device=0),
+        lambda model: kernelize(model, mode=Mode.INFERENCE, device=True),
+        lambda model: replace_kernel_forward_from_hub(int, "Scale"),
+        lambda model: replace_kernel_forward_from_hub(Scale, 3),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(call):
+    with pytest.raises(RequestError):
+        call(Model())

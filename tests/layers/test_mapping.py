@@ -23,6 +23,7 @@ from kernel_loader import (
 )
 from kernel_loader.errors import LockError, LockMissing
 from kernel_loader.layers.mapping import REGISTERED, Found, KernelMapping, current_mapping, read_layers, shipped_mapping
+from kernel_loader.lock import locked_commit
 
 INFER, TRAIN, COMPILE, REST = Mode.INFERENCE, Mode.TRAINING, Mode.TORCH_COMPILE, Mode.FALLBACK
 
@@ -133,6 +134,17 @@ def test_ranges_are_for_any_kind_of_device():
         lambda: CUDAProperties(8.0, 9.0),
         lambda: LayerRepository("org/kernel", layer_name="a"),
         lambda: LayerRepository("org/kernel", layer_name="a", version=1, revision="main"),
+        lambda: LayerRepository("org/kernel", layer_name="a", version="1"),
+        lambda: LayerRepository("org/kernel", layer_name="", version=1),
+        lambda: LayerRepository(5, layer_name="a", version=1),
+        lambda: LayerRepository("org/kernel", layer_name="a", version=1, trust_remote_code="org/kernel"),
+        lambda: LayerRepository("org/kernel", layer_name="a", version=1, trust_remote_code=None),
+        lambda: LockedLayerRepository("org/kernel", lockfile="x", layer_name=None),
+        lambda: Device("cuda", (80, 90)),
+        lambda: Device(["cuda"]),
+        lambda: KernelMapping().extended({"Layer": repo("a")}),
+        lambda: KernelMapping().extended(None),
+        lambda: KernelMapping().extended({"Layer": {"cuda": {COMPILE: repo("a")}}}),
         lambda: KernelMapping().extended({"Layer": {"gpu": repo("a")}}),
         lambda: KernelMapping().extended({"Layer": {"cuda": "org/kernel"}}),
         lambda: KernelMapping().extended({"Layer": {"cuda": {"INFERENCE": repo("a")}}}),
@@ -190,6 +202,15 @@ def test_a_block_that_raises_ends_all_the_same():
     with pytest.raises(ZeroDivisionError), use_kernel_mapping({"Layer": {"cuda": repo("inside")}}):
         _ = 1 / 0
     assert current() == "no-layer"
+
+
+def test_blocks_that_are_made_first_and_entered_later_stack():
+    blocks = [
+        use_kernel_mapping({"Layer": {"cuda": repo("one")}}),
+        use_kernel_mapping({"Other": {"cuda": repo("two")}}),
+    ]
+    with blocks[0], blocks[1]:
+        assert (current(), current("Other")) == ("one", "two")
 
 
 def test_threads_see_what_is_registered_and_not_the_blocks_of_others():
@@ -308,6 +329,11 @@ def write_lock(tmp_path, *entries):
 
 def entry(repo_id="org/kernel", commit=COMMIT):
     return {"dependency": {"repo-id": repo_id, "version": 1}, "lock": {"commit": commit}}
+
+
+@pytest.mark.parametrize("locked", [entry(), {"repo_id": "org/kernel", "sha": COMMIT, "variants": {}}])
+def test_the_commit_is_read_from_a_lock_of_either_form(tmp_path, locked):
+    assert locked_commit(write_lock(tmp_path, entry("org/other"), locked), "org/kernel") == COMMIT
 
 
 @pytest.mark.parametrize(
