@@ -6,6 +6,7 @@ Files are replaced whole. What the index loses is rebuilt from the receipts of t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -122,16 +123,16 @@ class Index:
         return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
 
     def _file(self, request: Request) -> Path:
-        # The hash keeps apart what a file system that folds case would not.
-        asked = f"{request.repo}@{request.git_revision}"
-        return (
-            self._store.root
-            / "index"
-            / f"{_readable(asked)[:80]}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
-        )
+        return self._store.root / "index" / _file_name(f"{request.repo}@{request.git_revision}")
 
     def _publisher_file(self, name: str) -> Path:
         return self._store.root / "publishers" / f"{_readable(name)}.json"
+
+
+@functools.lru_cache(maxsize=256)
+def _file_name(asked: str) -> str:
+    # The hash keeps apart what a file system that folds case would not.
+    return f"{_readable(asked)[:80]}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
 
 
 def _readable(text: str) -> str:

@@ -14,6 +14,7 @@ otherwise two names would mean one build.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Final, Literal, NamedTuple, Self
 
@@ -31,7 +32,7 @@ _VERSIONED: Final = {"cuda": ("cu", 2), "rocm": ("rocm", 1), "xpu": ("xpu", 4), 
 _KIND_OF_PREFIX: Final = {prefix: kind for kind, (prefix, _) in _VERSIONED.items()}
 
 _MINOR: Final = r"(?:0|[1-9]\d{0,5})"
-_PATTERN: Final = (
+_FORM: Final = (
     rf"(?:(?P<stable>torch-stable-abi)(?P<stable_version>\d{_MINOR})"
     rf"|(?P<torch>torch)(?P<torch_version>\d{_MINOR})(?:-(?P<abi>cxx11|cxx98))?"
     rf"|(?P<tvm>tvm-ffi)(?P<tvm_version>\d{_MINOR}))"
@@ -40,6 +41,11 @@ _PATTERN: Final = (
     rf"|(?P<prefix4>xpu)(?P<year>[1-9]\d{{3}}{_MINOR}))"
     rf"-(?P<cpu>{'|'.join(CPUS)})-(?P<os>{'|'.join(OSES)})"
 )
+
+
+@functools.cache
+def _pattern() -> re.Pattern[str]:
+    return re.compile(_FORM, re.ASCII)  # takes half a millisecond, and many kernels have no compiled builds
 
 
 class Variant(NamedTuple):
@@ -76,7 +82,7 @@ class Variant(NamedTuple):
         """
         if name.startswith("torch-") and (backend := name.removeprefix("torch-")) in NOARCH:
             return cls(framework="noarch", backend=backend)
-        match = re.fullmatch(_PATTERN, name, re.ASCII)
+        match = _pattern().fullmatch(name)
         if match is None:
             raise VariantError(name, _what_is_wrong(name))
         part = match.groupdict()
