@@ -26,8 +26,8 @@ from report import ROOT, Report, Row, arguments, as_installed, table
 
 sys.path.insert(0, str(ROOT))
 
-from tests.hub import Hub
-from tests.hub.demo import REPO_ID, publish
+from kernel_loader.testing import Hub
+from kernel_loader.testing.demo import REPO_ID, publish
 
 OURS = """
 import gc, json, time

@@ -15,8 +15,8 @@ from kernel_loader import api
 from kernel_loader.host import Host
 from kernel_loader.loader import KernelLoader
 from kernel_loader.settings import Settings
+from kernel_loader.testing import Hub
 from tests.builds import CPU_HOST, NO_ACCELERATOR, write_build, write_manifest
-from tests.hub import Hub
 
 
 @pytest.fixture(autouse=True)

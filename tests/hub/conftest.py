@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
-from tests.hub import Hub
+from kernel_loader.testing import Hub
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
-from tests.hub import Answer, Fault, Hub, Request
+from kernel_loader.testing import Answer, Fault, Hub, Request
 from tests.hub.conftest import Raw
 
 CONTENT = b"0123456789" * 100

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from tests.hub import Fault, Hub, demo
+from kernel_loader.testing import Fault, Hub, demo
 from tests.hub.conftest import Raw
 
 BUILD = "build/torch-universal"
@@ -342,9 +342,9 @@ def test_a_repository_of_many_files_is_cheap(hub: Hub, api: HfApi) -> None:
 
 
 def test_it_serves_from_a_script_with_the_standard_library_alone(api: HfApi, cache: Path) -> None:
-    # -S leaves site-packages out; the package is found as plain `hub`, from its own directory.
-    command = [sys.executable, "-S", "-m", "hub", "--files", "12", "--size", "50"]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as server:
+    # -S leaves site-packages out.
+    command = [sys.executable, "-S", "-m", "kernel_loader.testing", "--files", "12", "--size", "50"]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         endpoint = server.stdout.readline().strip()
         path = HfApi(endpoint=endpoint, token=False).snapshot_download(

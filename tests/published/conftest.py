@@ -12,8 +12,8 @@ from huggingface_hub import constants
 from kernel_loader.host import Host
 from kernel_loader.loader import KernelLoader
 from kernel_loader.settings import Settings
+from kernel_loader.testing import Hub
 from tests.builds import CPU_HOST, NO_ACCELERATOR
-from tests.hub import Hub
 
 REPO = "org/kernel"
 

@@ -17,7 +17,7 @@ from kernel_loader.errors import (
     StoreError,
 )
 from kernel_loader.store import Store
-from tests.hub import Answer, Fault
+from kernel_loader.testing import Answer, Fault
 from tests.published.conftest import files
 
 HOME = "build/torch-universal"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernel_loader.store import Store
-from tests.hub import Fault
+from kernel_loader.testing import Fault
 from tests.published.conftest import REPO, files
 
 LOAD = """

@@ -6,7 +6,7 @@ import pytest
 
 import kernel_loader
 from kernel_loader.errors import CyclicDependency, KernelImportError, TrustError
-from tests.hub import Fault
+from kernel_loader.testing import Fault
 from tests.published.conftest import REPO, files
 
 

@@ -9,7 +9,7 @@ from kernel_loader.errors import HubUnavailable, NotCached, RepositoryMissing, U
 from kernel_loader.published import PublishedBuilds
 from kernel_loader.sources import Request
 from kernel_loader.store import Store
-from tests.hub import Fault
+from kernel_loader.testing import Fault
 from tests.published.conftest import REPO, files
 
 LOAD = """

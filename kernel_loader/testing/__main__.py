@@ -1,4 +1,4 @@
-"""Serve a demo repository: `python -m tests.hub --latency 0.05 --files 400`.
+"""Serve a demo repository: `python -m kernel_loader.testing --latency 0.05 --files 400`.
 
 The first line printed is the endpoint. It serves until it is interrupted or terminated, and then prints how many
 requests it had, as JSON: {"GET tree": 1, ...}.
@@ -15,7 +15,9 @@ from .hub import Hub
 
 def main() -> None:
     """Serve until a signal comes."""
-    parser = argparse.ArgumentParser(prog="python -m tests.hub", description="A loopback Hub with a demo repository.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kernel_loader.testing", description="A loopback Hub with a demo repository."
+    )
     parser.add_argument("--latency", type=float, default=0.0, help="seconds that every request waits")
     parser.add_argument("--files", type=int, default=10, help="files of the one build (at least 2)")
     parser.add_argument("--size", type=int, default=1000, help="bytes of a file")

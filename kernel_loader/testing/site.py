@@ -114,7 +114,7 @@ class Site:
         )
 
     def _agent_harnesses(self, request: Request, target: Target) -> Answer:
-        # What 2.x asks once a day and HF_HOME, to name coding agents in its User-Agent, unless telemetry is off.
+        # What 2.x asks once a day and HF_HOME for its User-Agent, unless telemetry is off.
         return as_json({"standardEnvVars": [], "harnesses": {}})
 
     def _organization(self, request: Request, target: Target) -> Answer:

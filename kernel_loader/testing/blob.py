@@ -6,7 +6,7 @@ from functools import cached_property
 
 
 def git_object_id(kind: str, payload: bytes) -> str:
-    """The object id of git: SHA-1 over `<kind> <length>\\0<payload>`, 40 hexadecimal digits."""
+    r"""The object id of git: SHA-1 over `<kind> <length>\0<payload>`, 40 hexadecimal digits."""
     return hashlib.sha1(f"{kind} {len(payload)}\0".encode() + payload, usedforsecurity=False).hexdigest()
 
 
