@@ -115,7 +115,7 @@ def _refuse_unloadable(package: Path, origin: Origin) -> None:
         return
     try:
         for parent, _, files in os.walk(package):
-            for library in (file for file in sorted(files) if file.endswith(".so")):
+            for library in sorted(file for file in files if file.endswith(".so")):
                 if (fault := elf.fault(Path(parent, library), platform.machine())) is not None:
                     raise AbiMismatch(origin.kernel, origin, f"{library}: {fault}")
     except OSError as error:

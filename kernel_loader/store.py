@@ -371,11 +371,11 @@ def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_resu
     with os.scandir(directory) as entries:
         for entry in entries:
             path = f"{prefix}{entry.name}"
-            if entry.is_dir(follow_symlinks=False):
+            if entry.is_file(follow_symlinks=False):
+                yield path, entry.stat(follow_symlinks=False)
+            elif entry.is_dir(follow_symlinks=False):
                 if entry.name != "__pycache__":
                     yield from _walk(Path(entry.path), f"{path}/")
-            elif entry.is_file(follow_symlinks=False):
-                yield path, entry.stat(follow_symlinks=False)
             else:
                 raise IntegrityError(str(directory), (f"{path} is no regular file",), _AGAIN)
 
@@ -408,7 +408,9 @@ def _read_receipt(file: Path) -> dict[str, Any] | None:
         and isinstance(sources, list)
         and all(isinstance(source, dict) and source.keys() == set(Source._fields) for source in sources)
         and isinstance(files, dict)
-        and all(isinstance(e, dict) and isinstance(e.get("sha256"), str) for e in files.values())
-        and all(isinstance(entry.get("size"), int) for entry in files.values())
+        and all(
+            isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and isinstance(entry.get("size"), int)
+            for entry in files.values()
+        )
     )
     return document if is_receipt else None
