@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kernel_loader.api import default_loader, origin
-from kernel_loader.errors import KernelizeError, RequestError
+from kernel_loader.errors import KernelizeError, LockError, LockMissing, RequestError
 from kernel_loader.loader import KernelLoader
 from kernel_loader.lock import locked_commit
 
@@ -151,7 +151,13 @@ class LockedLayerRepository:
 
     def load(self, backend: str | None = None) -> Layer:
         """As `Repository.load`."""
-        commit = locked_commit(self.lockfile, self.repo_id)
+        try:
+            text = self.lockfile.read_bytes()
+        except FileNotFoundError as error:
+            raise LockMissing(str(self.lockfile), "there is no such file") from error
+        except OSError as error:
+            raise LockError(str(self.lockfile), f"it cannot be read ({error})") from error
+        commit = locked_commit(text, str(self.lockfile), self.repo_id)
         repository = LayerRepository(
             self.repo_id, layer_name=self.layer_name, revision=commit, trust_remote_code=self.trust_remote_code
         )

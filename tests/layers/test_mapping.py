@@ -333,7 +333,8 @@ def entry(repo_id="org/kernel", commit=COMMIT):
 
 @pytest.mark.parametrize("locked", [entry(), {"repo_id": "org/kernel", "sha": COMMIT, "variants": {}}])
 def test_the_commit_is_read_from_a_lock_of_either_form(tmp_path, locked):
-    assert locked_commit(write_lock(tmp_path, entry("org/other"), locked), "org/kernel") == COMMIT
+    text = write_lock(tmp_path, entry("org/other"), locked).read_bytes()
+    assert locked_commit(text, "kernels.lock", "org/kernel") == COMMIT
 
 
 @pytest.mark.parametrize(
@@ -351,5 +352,9 @@ def test_a_lock_that_does_not_tell_the_commit_is_refused(tmp_path, entries, erro
     locked = LockedLayerRepository("org/kernel", lockfile=write_lock(tmp_path, *entries), layer_name="Layer")
     with pytest.raises(error):
         locked.load()
-    with pytest.raises(LockMissing, match="no such file"):
-        LockedLayerRepository("org/kernel", lockfile=tmp_path / "none", layer_name="Layer").load()
+    for lockfile, message in ((tmp_path / "none", "no such file"), (tmp_path, "cannot be read")):
+        with pytest.raises(LockError, match=message):
+            LockedLayerRepository("org/kernel", lockfile=lockfile, layer_name="Layer").load()
+    (tmp_path / "kernels.lock").write_text("no JSON")
+    with pytest.raises(LockError, match="not JSON"):
+        locked.load()
