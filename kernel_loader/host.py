@@ -39,7 +39,10 @@ def normal_os(name: str) -> str:
 
 
 def normal_distribution(name: str) -> str:
-    """The one spelling of a Python distribution's name (PEP 503)."""
+    """The one spelling of a Python distribution's name (PEP 503).
+
+    As `packaging.utils.canonicalize_name`, whose module takes longer to import than the rest of looking at a machine.
+    """
     return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
 
 

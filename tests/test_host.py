@@ -6,9 +6,10 @@ import pickle
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from packaging.utils import canonicalize_name
 
 from kernel_loader.errors import HostError
-from kernel_loader.host import BACKEND_KINDS, Backend, Host, HostDevice, major_minor
+from kernel_loader.host import BACKEND_KINDS, Backend, Host, HostDevice, major_minor, normal_distribution
 
 TEXT = st.text(max_size=20)
 PLACE = st.sampled_from(["linux", "darwin", "windows", "freebsd", "x86_64", "aarch64", "riscv64", ""])
@@ -356,3 +357,8 @@ def test_a_description_that_names_no_backend_has_that_of_its_torch(description, 
 def test_flags_of_a_gfx_name_are_left_aside() -> None:
     host = Host.from_json('{"os": "linux", "cpu": "x86_64", "devices": ["gfx942:sramecc+:xnack-"]}')
     assert host.devices == (HostDevice(arch="gfx942"),)
+
+
+@pytest.mark.parametrize("name", ["torch", "Apache.TVM-ffi", "huggingface_hub", "a--b__c..d", "zope.interface", "X"])
+def test_a_distribution_is_spelt_as_packaging_spells_it(name: str) -> None:
+    assert normal_distribution(name) == canonicalize_name(name)

@@ -41,9 +41,6 @@ class CapabilityRange:
             detail = f"{type(self).__name__} from {ends[0]!r} to {ends[1]!r} is no range of capabilities"
             raise RequestError(detail, "Give whole numbers, the lower first, such as 80 and 90 for 8.0 to 9.0.")
 
-    def __contains__(self, capability: int) -> bool:
-        return self.min_capability <= capability <= self.max_capability
-
     @property
     def ends(self) -> tuple[int, int]:
         """Both ends."""

@@ -60,13 +60,12 @@ def forward_for(layer: type[nn.Module], base: type[nn.Module]) -> Any:  # noqa: 
     names = _renamed(layer, base)
     if not names:
         return forward
-    function: Any = forward.__func__ if isinstance(forward, staticmethod) else forward
-    renamed = _rename(function, names)
+    renamed = _rename(_function_of(layer), names)
     return staticmethod(renamed) if isinstance(forward, staticmethod) else renamed
 
 
 def _signature_faults(layer: type, base: type) -> list[str]:
-    mine, theirs = parameters(layer), parameters(base)
+    mine, theirs = _parameters(layer), _parameters(base)
     if _takes_anything(theirs):
         return []  # the original says nothing of its parameters
     return _parameter_faults(mine, theirs) or _name_faults(layer, base, mine, theirs)
@@ -113,21 +112,21 @@ def _name_faults(layer: type, base: type, mine: list[Parameter], theirs: list[Pa
     there = f"({_listed(mine)} for {_listed(theirs)})"
     if {*names.values()} & {p.name for p in mine} or names.keys() & {p.name for p in theirs}:
         return [f"its parameters are in another order {there}"]
-    if names and not _can_be_renamed(inspect.getattr_static(layer, "forward"), names):
+    if names and not _can_be_renamed(_function_of(layer), names):
         return [f"its parameters have other names {there}"]
     return []
 
 
 def _renamed(layer: type, base: type) -> dict[str, str]:
     """Parameter of the layer -> what it is called in the original, where that differs."""
-    theirs = parameters(base)
+    theirs = _parameters(base)
     if _takes_anything(theirs):
         return {}
-    pairs = zip(_positional(parameters(layer)), _positional(theirs), strict=False)
+    pairs = zip(_positional(_parameters(layer)), _positional(theirs), strict=False)
     return {a.name: b.name for a, b in pairs if a.name != b.name and b.kind is Parameter.POSITIONAL_OR_KEYWORD}
 
 
-def parameters(cls: type) -> list[Parameter]:
+def _parameters(cls: type) -> list[Parameter]:
     """The parameters of a forward, without self."""
     found = list(inspect.signature(_function_of(cls)).parameters.values())
     return found if isinstance(inspect.getattr_static(cls, "forward"), staticmethod) else found[1:]
@@ -158,8 +157,7 @@ def _rename(function: types.FunctionType, names: dict[str, str]) -> types.Functi
     return renamed
 
 
-def _can_be_renamed(forward: object, names: dict[str, str]) -> bool:
-    function = forward.__func__ if isinstance(forward, staticmethod) else forward
+def _can_be_renamed(function: object, names: dict[str, str]) -> bool:
     # A decorated function hides its parameters behind *args, and no two locals may have one name.
     if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
         return False

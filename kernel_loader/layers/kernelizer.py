@@ -151,7 +151,7 @@ class _Planner:
         names, obstacle = known.names, known.scripted
         if known.has_conditions:
             names = tuple([name for name in names if self._holds(name, module)])
-        if obstacle is None and "forward" in module.__dict__ and is_hidden(module):
+        if obstacle is None and is_hidden(module):
             kernel = kernel_of(module)
             if kernel is not None:
                 return Decision(kernel.outcome, known.cls)  # what hides it calls the kernel, and goes on doing so

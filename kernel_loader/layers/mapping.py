@@ -195,7 +195,9 @@ def shipped_mapping() -> KernelMapping:
         ManifestError: one of them cannot be read.
     """
     shipped = data_directory("manifests") / "layers.toml"
-    mapping = KernelMapping().extended(read_layers(tomllib.loads(shipped.read_text()), str(shipped), trusted=True))
+    mapping = KernelMapping().extended(
+        read_layers(tomllib.loads(shipped.read_text(encoding="utf-8")), str(shipped), trusted=True)
+    )
     project = Path("pyproject.toml")
     if not project.is_file():
         return mapping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -103,15 +104,10 @@ def _own_place(module: nn.Module, known: dict[object, Place]) -> Place | None:
     # accelerate moves the parameters of such a module to this device when it is called.
     device: Any = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
     if device is None:
-        for tensors in (module._parameters, module._buffers):  # noqa: SLF001 - as above
-            for tensor in tensors.values():
-                if tensor is not None:
-                    device = tensor.device
-                    break
-            if device is not None:
-                break
-        else:
-            return None
+        tensors = itertools.chain(module._parameters.values(), module._buffers.values())  # noqa: SLF001 - as above
+        device = next((tensor.device for tensor in tensors if tensor is not None), None)
+    if device is None:
+        return None
     if device not in known:
         known[device] = _place(device)
     return known[device]

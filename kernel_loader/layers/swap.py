@@ -200,7 +200,10 @@ def is_hidden(module: nn.Module) -> bool:
 
 
 def _is_kept(module: nn.Module) -> bool:
-    kept, static = module.__dict__.get("_old_forward"), inspect.getattr_static(type(module), "forward")
+    kept = module.__dict__.get("_old_forward")
+    if kept is None:
+        return False
+    static = inspect.getattr_static(type(module), "forward")
     if isinstance(static, staticmethod):
         return kept is static.__func__
     return isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is static
@@ -208,7 +211,7 @@ def _is_kept(module: nn.Module) -> bool:
 
 def give(module: nn.Module, cls: type[nn.Module]) -> None:
     """Make a module one of a class that differs from its own by forward alone."""
-    is_kept = "_old_forward" in module.__dict__ and _is_kept(module)
+    is_kept = _is_kept(module)
     # A parametrized module has a class of its own, which copies of it share.
     own = _class(type(module), (cls,), _body(type(module))) if _is_parametrized(module) else cls
     object.__setattr__(module, "__class__", own)  # nn.Module's own would look whether it is a parameter
