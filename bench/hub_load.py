@@ -29,31 +29,20 @@ sys.path.insert(0, str(ROOT))
 from kernel_loader.testing import Hub
 from kernel_loader.testing.demo import REPO_ID, publish
 
-OURS = """
+SCRIPT = """
 import gc, json, time
 import torch
 gc.collect()
 begin = time.perf_counter()
-import kernel_loader.api
+import {package}
 imported = time.perf_counter()
-module = kernel_loader.load_module("{repo}", version=1)
+module = {load}("{repo}", version=1)
 end = time.perf_counter()
 assert module.scale(2, 3) == 6
 print(json.dumps([end - begin, end - imported]))
 """
-PEER = """
-import gc, json, time
-import torch
-gc.collect()
-begin = time.perf_counter()
-import kernels
-imported = time.perf_counter()
-module = kernels.get_kernel("{repo}", version=1)
-end = time.perf_counter()
-assert module.scale(2, 3) == 6
-print(json.dumps([end - begin, end - imported]))
-"""
-
+OURS = SCRIPT.format(package="kernel_loader.api", load="kernel_loader.load_module", repo=REPO_ID)
+PEER = SCRIPT.format(package="kernels", load="kernels.get_kernel", repo=REPO_ID)
 
 PARTS = {"seconds": "with the import", "call": "the call alone"}
 
@@ -75,7 +64,7 @@ def load(hub: Hub, python: str, script: str, home: str) -> Load:
     own = telemetry | {"HF_HOME": f"{home}/hf", "KERNEL_LOADER_CACHE": f"{home}/store", "PYTHONPATH": str(ROOT)}
     hub.requests.clear()
     done = subprocess.run(
-        [python, "-c", script.format(repo=REPO_ID)],
+        [python, "-c", script],
         env=os.environ | hub.environ | own,
         check=True,
         stdout=subprocess.PIPE,

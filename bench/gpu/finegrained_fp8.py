@@ -9,7 +9,6 @@ after a first call, whose compilation and tuning is shown apart.
 """
 
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 import triton
+from timing import median_ms
 from torch import Tensor
 
 import kernel_loader
@@ -136,21 +136,6 @@ def weights(n: int, k: int) -> tuple[Tensor, Tensor]:
     blocks = torch.randn(n // 128, 128, k // 128, 128, device="cuda") / k**0.5
     scale = blocks.abs().amax(dim=(1, 3)) / 448
     return (blocks / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn), scale
-
-
-def median_ms(function: Callable[[], Tensor], repeats: int = 20) -> float:
-    """Median time of a call on the device."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ model in float32; gradients over all parameters together. Times are medians of C
 import contextlib
 import copy
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import transformers
 import triton
+from timing import median_ms
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
@@ -193,21 +193,6 @@ def gradients(model: nn.Module, ids: Tensor) -> Tensor:
 def relative(found: Tensor, wanted: Tensor) -> float:
     """||found - wanted|| / ||wanted||."""
     return ((found - wanted).norm() / wanted.norm()).item()
-
-
-def median_ms(function: Callable[[], object], repeats: int = 15) -> float:
-    """Median time of a call on the device."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 if __name__ == "__main__":
