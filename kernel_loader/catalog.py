@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 from kernel_loader.errors import ManifestError, SettingsError, UnknownKernel
 from kernel_loader.manifest import Manifest, normalise
 from kernel_loader.resources import data_directory
+from kernel_loader.rules import Advisory
 from kernel_loader.settings import PREFIX, Settings
 
 ENTRY_POINTS: Final = "kernel_loader.manifests"
 BUNDLE_ATTRIBUTE: Final = "__kernel__"
 
 # In manifests/, and no kernels.
-_OTHER_FILES: Final = frozenset({"layers", "advisories"})
+_ADVISORIES: Final = "advisories"
+_OTHER_FILES: Final = frozenset({"layers", _ADVISORIES})
 
 
 class Catalog:
@@ -38,7 +41,8 @@ class Catalog:
         for directory in settings.manifests:
             if not os.access(directory, os.R_OK | os.X_OK) or not directory.is_dir():
                 raise SettingsError(f"{PREFIX}MANIFESTS", str(directory), "directories that are there and can be read")
-        self._own = (*settings.manifests, data_directory("manifests"))
+        self._own: Final = (*settings.manifests, data_directory("manifests"))
+        self._advisories: Final[dict[str, tuple[Advisory, ...]]] = {}
 
     def names(self) -> tuple[str, ...]:
         """All registered names, sorted."""
@@ -60,6 +64,23 @@ class Catalog:
             if normalise(file.stem) == name:
                 return _read(file)
         raise UnknownKernel(kernel, tuple(difflib.get_close_matches(name, self.names(), n=3)))
+
+    def advisories(self, repo: str) -> tuple[Advisory, ...]:
+        """What is publicly known of a repository, by the user's `advisories.toml` and by that of this package.
+
+        Raises:
+            ManifestError: a file cannot be read.
+        """
+        if repo not in self._advisories:
+            # Most kernels are not spoken of, and parsing would be a good part of their load.
+            spoken_of = any(repo in text for _, text in self._advisory_files)
+            self._advisories[repo] = _about(repo, self._advisory_files) if spoken_of else ()
+        return self._advisories[repo]
+
+    @functools.cached_property
+    def _advisory_files(self) -> tuple[tuple[str, str], ...]:
+        files = (directory / f"{_ADVISORIES}.toml" for directory in self._own)
+        return tuple((str(file), _text(file)) for file in files if file.is_file())
 
     def _of_class(self, cls: type) -> Manifest:
         where = f"{cls.__module__}:{cls.__qualname__}"
@@ -95,12 +116,21 @@ def _files(directory: Path) -> Iterator[Path]:
                 yield file
 
 
-def _read(file: Path) -> Manifest:
+def _about(repo: str, files: Iterable[tuple[str, str]]) -> tuple[Advisory, ...]:
+    from kernel_loader.advisories import about
+
+    return about(repo, files)
+
+
+def _text(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(str(file), "", f"it cannot be read ({error})") from error
-    manifest = Manifest.parse(text, str(file))
+
+
+def _read(file: Path) -> Manifest:
+    manifest = Manifest.parse(_text(file), str(file))
     if manifest.name != normalise(file.stem):
         raise ManifestError(str(file), "name", f"{manifest.name!r} is not the file's name")
     return manifest

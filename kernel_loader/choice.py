@@ -1,9 +1,9 @@
-"""Which build is loaded for a kernel on a host: a published one that fits, or else the reference."""
+"""Which build is loaded for a kernel on a host: a published one that fits, or else one that is embedded."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -11,11 +11,18 @@ from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, SourceErr
 from kernel_loader.host import Host
 from kernel_loader.manifest import Manifest, normalise
 from kernel_loader.resolver import Resolution, Verdict, resolve
+from kernel_loader.rules import Advisory, version_of
 from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Listing, LocalDirectories, Request, Source, embedded
 
 # How many other versions of a repository are looked at when nothing fits in the one that was asked for.
 _OTHER_VERSIONS: Final = 5
+
+# What KERNEL_LOADER_IGNORE_ADVISORIES calls every advisory.
+_ALL: Final = "all"
+
+# The one name of a build for no backend in particular.
+_REFERENCE: Final = "torch-universal"
 
 
 class Ask(NamedTuple):
@@ -28,152 +35,259 @@ class Ask(NamedTuple):
 
     @property
     def request(self) -> Request | None:
-        """The repository and revision that builds come from; None for a kernel that has reference builds alone."""
-        m = self.manifest
-        return Request(repo=m.repo, version=m.version, revision=m.revision) if m.repo else None
+        """The repository and revision that are asked first; None for a kernel that is only embedded."""
+        return request_of(self.manifest)
 
 
-class Resolved(NamedTuple):
-    """A resolution, and where its builds are; neither source nor listing where nothing was listed."""
+class Looked(NamedTuple):
+    """What was found in one place: neither source nor listing where nothing was listed.
+
+    `manifest` is the kernel in that repository; None for the embedded builds.
+    """
 
     resolution: Resolution
+    manifest: Manifest | None = None
     source: Source | None = None
     listing: Listing | None = None
 
 
 class Choice(NamedTuple):
-    """The build to load, why it is this one, and what the user should be warned of."""
+    """The build to load, why it is this one, and what the user should be warned of.
+
+    Attributes:
+        manifest: the kernel in the repository that the build is from; None for an embedded build.
+        warnings: sentences whose subject is the kernel.
+    """
 
     source: Source
     listing: Listing
     build: Verdict
-    reference: bool
+    manifest: Manifest | None
     why: str
-    warning: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the build lies in a registry, beside the manifest or in this package."""
+        return self.manifest is None
+
+    @property
+    def reference(self) -> bool:
+        """Whether it is the reference: an embedded build for no backend in particular."""
+        return self.embedded and self.build.is_universal
+
+    @property
+    def guards(self) -> Mapping[str, tuple[str, ...]]:
+        """Field of the bundle -> names of its guards. Embedded builds keep what a bundle promises."""
+        return _guards(self.manifest, self.build)
 
 
 class Chooser:
     """Chooses among the builds that sources have.
 
     Args:
-        settings: which kernels are disabled, and whether doubt is refused.
+        settings: which kernels are disabled, which advisories are not heeded, and whether doubt is refused.
         sources: where builds come from, the first that has a repository.
+        advisories: what is publicly known of a repository.
     """
 
-    def __init__(self, settings: Settings, sources: Sequence[Source]) -> None:
+    def __init__(
+        self, settings: Settings, sources: Sequence[Source], advisories: Callable[[str], Sequence[Advisory]]
+    ) -> None:
         self._sources: Final = tuple(sources)
+        self._advisories: Final = advisories
+        self._ignored: Final = settings.ignore_advisories
         self._strict: Final = settings.strict
         self._disabled: Final = frozenset(normalise(name) for name in settings.disable)
 
     def choose(self, ask: Ask, host: Host) -> Choice:
-        """The best build that fits, or the reference where none does.
+        """The best build that fits: of the repository, of the first alternative that has one, or embedded.
 
         Raises:
-            NoCompatibleBuild: nothing fits, and the reference is refused or there is none.
+            NoCompatibleBuild: nothing fits, or only the reference, and that is refused.
         """
-        resolved = self.resolve(ask, host)
-        if resolved.resolution.chosen is not None:
-            return _of_build(resolved, ask)
-        if ask.fallback == "error" or ask.manifest.reference is None:
-            raise self._nothing_fits(ask, resolved)
-        error = NoCompatibleBuild(resolved.resolution.repo, resolved.resolution)
-        return self.reference(ask, host, error.problem, f"uses the slow reference. {error}" if ask.request else "")
+        host = host.select(ask.backend)
+        looked = self._look(ask.manifest, host)
+        if looked[-1].resolution.chosen is not None:
+            return _choice(looked[-1])
+        resolution = _together(looked)
+        if ask.manifest.reference is None:
+            raise self._nothing_fits(ask, looked[0], resolution)
+        found = self._look_embedded(ask.manifest, host)
+        # What a kernel without a repository has is embedded, and its reference is no surprise where it has no more.
+        is_all = ask.request is None and ask.manifest.name not in self._disabled
+        if is_all:
+            resolution = _without_reference(found.resolution)
+        choice = _choice(found) if found.resolution.chosen is not None else None
+        if choice is None or (choice.reference and ask.fallback == "error"):
+            raise self._nothing_fits(ask, looked[0], resolution)
+        if is_all and not (choice.reference and resolution.verdicts):
+            return choice
+        error = NoCompatibleBuild(resolution.repo, resolution)
+        warnings = (f"uses the slow reference. {error}",) if choice.reference else choice.warnings
+        return choice._replace(why=error.problem, warnings=warnings)
 
     def reference(self, ask: Ask, host: Host, why: str, warning: str) -> Choice:
-        """The best reference build of the kernel.
+        """The reference of the kernel, whatever else fits.
 
         Raises:
-            NoCompatibleBuild: not even that fits.
+            NoCompatibleBuild: it does not fit, or there is none.
         """
-        resolved = _resolve_reference(ask.manifest, host.select(ask.backend))
-        if resolved.resolution.chosen is None:
-            raise NoCompatibleBuild(resolved.resolution.repo, resolved.resolution)
-        return _of_build(resolved, ask)._replace(reference=True, why=why, warning=warning)
+        found = self._look_embedded(ask.manifest, host.select(ask.backend), only_reference=True)
+        if found.resolution.chosen is None:
+            raise NoCompatibleBuild(found.resolution.repo, found.resolution)
+        return _choice(found)._replace(why=why, warnings=(warning,))
 
-    def resolve(self, ask: Ask, host: Host) -> Resolved:
-        """What fits a host, and where it is."""
+    def resolve(self, ask: Ask, host: Host) -> Resolution:
+        """What fits a host."""
         host = host.select(ask.backend)
-        resolved = self._resolve_builds(ask, host)
-        if resolved.resolution.chosen is not None or ask.manifest.reference is None:
-            return resolved
-        reference = _resolve_reference(ask.manifest, host).resolution
-        return resolved._replace(resolution=resolved.resolution._replace(reference=reference))
+        looked = self._look(ask.manifest, host)
+        resolution = _together(looked)
+        if looked[-1].resolution.chosen is None and ask.manifest.reference is not None:
+            resolution = resolution._replace(reference=self._look_embedded(ask.manifest, host).resolution)
+        # What the first repository made needless to ask is shown all the same.
+        unasked = [
+            Resolution(str(request_of(other)), host, note="it is not asked, since a build above fits")
+            for other in ask.manifest.alternatives[len(looked) - 1 :]
+        ]
+        return resolution._replace(alternatives=(*resolution.alternatives, *unasked))
 
-    def _resolve_builds(self, ask: Ask, host: Host) -> Resolved:
-        manifest, request = ask.manifest, ask.request
-        if request is None:
-            return Resolved(Resolution(manifest.name, host, note="it has reference builds alone"))
+    def _look(self, manifest: Manifest, host: Host) -> list[Looked]:
+        """The kernel's repositories in their order, up to the first that has a build which fits. At least one."""
+        looked: list[Looked] = []
+        for candidate in (manifest, *manifest.alternatives):
+            looked.append(self._look_at(candidate, host))
+            if looked[-1].resolution.chosen is not None:
+                break
+        return looked
+
+    def _look_at(self, manifest: Manifest, host: Host) -> Looked:
+        request = request_of(manifest)
+        resolution = Resolution(str(request or manifest.name), host)
         if manifest.name in self._disabled:
-            return Resolved(Resolution(str(request), host, note="it is disabled here, by KERNEL_LOADER_DISABLE"))
+            return Looked(resolution._replace(note="it is disabled here, by KERNEL_LOADER_DISABLE"), manifest)
+        if request is None:
+            return Looked(resolution._replace(note="it is embedded here, and has no repository"), manifest)
         excluded = bool(manifest.backends) and host.backend.kind not in manifest.backends
         # A directory that the user names is looked at all the same: it may hold more than what is published.
         for source in self._sources:
             if (source.is_local or not excluded) and (listing := source.listing(request)) is not None:
-                return self._among(source, listing, ask, host)
+                return self._among(source, listing, manifest, host)
         if excluded:
             note = f"it is for {', '.join(manifest.backends)}, and this host computes on {host.backend.kind}"
-            return Resolved(Resolution(str(request), host, note=note))
+            return Looked(resolution._replace(note=note), manifest)
         raise _nowhere(request)
 
-    def _among(self, source: Source, listing: Listing, ask: Ask, host: Host) -> Resolved:
+    def _among(self, source: Source, listing: Listing, manifest: Manifest, host: Host) -> Looked:
         resolution = resolve(
             listing.names,
             host,
-            repo=str(ask.request),
-            requires=ask.manifest.requires,
+            repo=str(request_of(manifest)),
+            version=manifest.version,
+            requires=manifest.requires,
+            advisories=self._heeded(manifest),
             read_metadata=functools.partial(source.metadata, listing),
             strict=self._strict,
         )
-        return Resolved(resolution, source, listing)
+        guards = _guards(manifest, resolution.chosen) if resolution.chosen is not None else {}
+        return Looked(resolution._replace(guards=spelt_guards(guards)), manifest, source, listing)
 
-    def _nothing_fits(self, ask: Ask, resolved: Resolved) -> NoCompatibleBuild:
+    def _heeded(self, manifest: Manifest) -> tuple[Advisory, ...]:
+        """What is publicly known of a repository, with what overrules it here."""
+        advisories = self._advisories(manifest.repo) if manifest.repo is not None else ()
+        return tuple(advisory._replace(overruled=self._overruled(advisory, manifest)) for advisory in advisories)
+
+    def _overruled(self, advisory: Advisory, manifest: Manifest) -> str:
+        if self._ignored & {advisory.id, _ALL}:
+            return "ignored by KERNEL_LOADER_IGNORE_ADVISORIES"
+        names = {guard.name for guards in manifest.guards.values() for guard in guards}
+        return f"mended by the guard {advisory.guard}" if advisory.guard in names else ""
+
+    def _look_embedded(self, manifest: Manifest, host: Host, *, only_reference: bool = False) -> Looked:
+        """The embedded builds; for a kernel that is disabled the reference alone."""
+        assert manifest.reference is not None, "only asked for kernels that have one"
+        beside, repo = Path(manifest.file).parent / "registry" / manifest.reference, f"registry/{manifest.reference}"
+        source = LocalDirectories({manifest.reference: beside}) if beside.is_dir() else embedded()
+        listing = source.listing(Request(repo=manifest.reference))
+        if listing is None:
+            detail = f"the reference of {manifest.name} is neither beside its manifest nor in this package"
+            raise SourceError(repo, detail, "Correct `reference` in the manifest, or put the builds there.")
+        names = listing.names
+        if only_reference or manifest.name in self._disabled:
+            names = tuple(name for name in names if name == _REFERENCE)
+        read = functools.partial(source.metadata, listing)
+        resolution = resolve(names, host, repo=repo, read_metadata=read, strict=self._strict)
+        return Looked(resolution, None, source, listing)
+
+    def _nothing_fits(self, ask: Ask, first: Looked, resolution: Resolution) -> NoCompatibleBuild:
         """The error, with the newest other version of the repository that has a build for the host."""
-        resolution, request, source = resolved.resolution, ask.request, resolved.source
+        request, source = ask.request, first.source
         error = NoCompatibleBuild(resolution.repo, resolution)
         if request is None or source is None:
             return error
         others = [version for version in source.versions(request) if version != request.version]
+        advisories = self._heeded(ask.manifest)
         for version in others[: -_OTHER_VERSIONS - 1 : -1]:
             try:
                 listing = source.listing(request._replace(version=version, revision=None))
             except KernelLoaderError:
                 continue
-            if listing and resolve(listing.names, resolution.host, requires=ask.manifest.requires).chosen:
+            if listing is None:
+                continue
+            host, requires = resolution.host, ask.manifest.requires
+            if resolve(listing.names, host, version=version, requires=requires, advisories=advisories).chosen:
                 return NoCompatibleBuild(resolution.repo, resolution, version)
         return error
 
 
-def _of_build(resolved: Resolved, ask: Ask) -> Choice:
-    build, source, listing = resolved.resolution.chosen, resolved.source, resolved.listing
+def request_of(manifest: Manifest) -> Request | None:
+    """The repository of a manifest, at its version or revision; None where it has none."""
+    m = manifest
+    return Request(repo=m.repo, version=m.version, revision=m.revision) if m.repo is not None else None
+
+
+def spelt_guards(guards: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Guards as people read them: "field: guard, guard"."""
+    return tuple(f"{field}: {', '.join(names)}" for field, names in guards.items())
+
+
+def _guards(manifest: Manifest | None, build: Verdict) -> Mapping[str, tuple[str, ...]]:
+    return manifest.guards_of(version_of(build.metadata, manifest.version)) if manifest is not None else {}
+
+
+def _together(looked: Sequence[Looked]) -> Resolution:
+    """One resolution: of the first repository, with the others as its alternatives."""
+    first, *others = (found.resolution for found in looked)
+    return first._replace(alternatives=tuple(others))
+
+
+def _without_reference(resolution: Resolution) -> Resolution:
+    """The embedded builds that a kernel without a repository has for particular backends."""
+    own = tuple(verdict for verdict in resolution.verdicts if not verdict.is_universal)
+    return resolution._replace(verdicts=own, chosen=None, note="it has the slow reference alone")
+
+
+def _choice(looked: Looked) -> Choice:
+    build, source, listing = looked.resolution.chosen, looked.source, looked.listing
     assert build is not None, "only asked for a resolution that chose"
     assert source is not None, "what is chosen is from a source"
     assert listing is not None, "what is chosen is from a listing"
-    fits = sum(verdict.status == "accepted" for verdict in resolved.resolution.verdicts)
+    fits = sum(verdict.status == "accepted" for verdict in looked.resolution.verdicts)
     doubts = "; ".join(reason.message for reason in build.reasons)
-    warning = f"uses {build.name}, which may not run on this host: {doubts}." if doubts else ""
-    said, asked = build.metadata.version if build.metadata else None, ask.manifest.version
+    warnings = [f"uses {build.name}, which may not run on this host: {doubts}."] if doubts else []
+    said, asked = build.metadata.version if build.metadata else None, looked.manifest and looked.manifest.version
     if source.is_local and None not in (said, asked) and said != asked:
-        warning += f"uses version {said} from {source.kind} {listing.repo}, and version {asked} was asked for."
+        warnings.append(f"uses version {said} from {source.kind} {listing.repo}, and version {asked} was asked for.")
+    # The first sentence tells one warning from another.
+    warnings += [f"has a {note.message}. {note.remedy}" for note in build.notes if note.code == "advisory"]
     return Choice(
         source=source,
         listing=listing,
         build=build,
-        reference=False,
+        manifest=looked.manifest,
         why=doubts or (f"the best of {fits} builds that fit" if fits > 1 else "the only build that fits"),
-        warning=warning,
+        warnings=tuple(warnings),
     )
-
-
-def _resolve_reference(manifest: Manifest, host: Host) -> Resolved:
-    assert manifest.reference is not None, "only asked for kernels that have one"
-    beside, repo = Path(manifest.file).parent / "registry" / manifest.reference, f"registry/{manifest.reference}"
-    source = LocalDirectories({manifest.reference: beside}) if beside.is_dir() else embedded()
-    listing = source.listing(Request(repo=manifest.reference))
-    if listing is None:
-        detail = f"the reference of {manifest.name} is neither beside its manifest nor in this package"
-        raise SourceError(repo, detail, "Correct `reference` in the manifest, or put the builds there.")
-    read = functools.partial(source.metadata, listing)
-    return Resolved(resolve(listing.names, host, repo=repo, read_metadata=read), source, listing)
 
 
 def _nowhere(request: Request) -> SourceError:

@@ -221,16 +221,23 @@ class NoCompatibleBuild(KernelLoaderError, FileNotFoundError):
 
     @property
     def nearest(self) -> Verdict | None:
-        """The rejected build that needs the least change."""
-        return self.resolution.nearest
+        """The rejected build that needs the least change, of the first repository that has any."""
+        return next((found.nearest for found in self._looked_at if found.nearest is not None), None)
+
+    @property
+    def _looked_at(self) -> tuple[Resolution, ...]:
+        return (self.resolution, *self.resolution.alternatives)
 
     @property
     def problem(self) -> str:
-        head = f"No build of {self.kernel} runs on this host"
+        others = "".join(f", nor one of {other.repo}" for other in self.resolution.alternatives)
+        head = f"No build of {self.kernel} runs on this host{others}"
         if self.nearest is None:
-            return f"{head}: {self.resolution.note or 'it has none'}."
+            notes = dict.fromkeys(found.note or "it has none" for found in self._looked_at)
+            return f"{head}: {'; '.join(notes)}."
+        count = sum(len(found.verdicts) for found in self._looked_at)
         reasons = "; ".join(reason.message for reason in self.nearest.reasons)
-        return f"{head} ({len(self.resolution.verdicts)} looked at). The nearest is {self.nearest.name}: {reasons}."
+        return f"{head} ({count} looked at). The nearest is {self.nearest.name}: {reasons}."
 
     @property
     def remedy(self) -> str:

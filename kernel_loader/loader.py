@@ -13,7 +13,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple, get_args
@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple, get_args
 from kernel_loader import probe
 from kernel_loader.binder import bind, bundle_class
 from kernel_loader.catalog import Catalog
-from kernel_loader.choice import Ask, Choice, Chooser
-from kernel_loader.errors import KernelLoaderError, RequestError
+from kernel_loader.choice import Ask, Choice, Chooser, request_of, spelt_guards
+from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, RequestError
 from kernel_loader.host import Host
 from kernel_loader.importer import import_build, module_name, package_directory
 from kernel_loader.loaded import LEDGER
@@ -47,7 +47,7 @@ class Prefetched(NamedTuple):
 
     Attributes:
         kernel: the registered name, or the repository.
-        variant: name of the build; the reference's where no build fits.
+        variant: name of the build; that of an embedded one where no published build fits.
         digest: of its content.
         path: its directory.
         reference: whether it is the reference.
@@ -82,7 +82,8 @@ class KernelLoader:
         self.store: Final = Store(s.cache)
         self._given_host: Final = host
         published = PublishedBuilds(self.store, offline=s.offline, refresh_after=s.refresh_after)
-        self._chooser: Final = Chooser(s, sources if sources is not None else (LocalDirectories(s.local), published))
+        given = sources if sources is not None else (LocalDirectories(s.local), published)
+        self._chooser: Final = Chooser(s, given, self.catalog.advisories)
         self._gate: Final = Gate(published.index, None if s.offline else published.trusts, s.refresh_after)
         self._once: Final = Once()
         self._warned: Final[set[tuple[str, str]]] = set()
@@ -135,7 +136,7 @@ class KernelLoader:
     ) -> Resolution:
         """As the function `resolve`."""
         ask = self._ask(self._manifest(kernel_or_repo), version, revision, backend, None)
-        return self._chooser.resolve(ask, _checked(host) if host is not None else self.host).resolution
+        return self._chooser.resolve(ask, _checked(host) if host is not None else self.host)
 
     def can_load(
         self,
@@ -155,7 +156,11 @@ class KernelLoader:
         with contextlib.suppress(KernelLoaderError):
             self._chooser.choose(ask, host)
             return True
-        return ask.fallback == "reference" and ask.manifest.reference is not None
+        if ask.fallback == "reference" and ask.manifest.reference is not None:
+            with contextlib.suppress(KernelLoaderError):
+                self._chooser.reference(ask, host, "", "")
+                return True
+        return False
 
     def prefetch(
         self,
@@ -172,7 +177,7 @@ class KernelLoader:
             ask = self._ask(self._manifest(name), version, revision, None, None)
             for host in hosts if hosts is not None else [self.host]:
                 choice = self._chooser.choose(ask, host)
-                names = choice.listing.names if all_variants and not choice.reference else (choice.build.name,)
+                names = choice.listing.names if all_variants and not choice.embedded else (choice.build.name,)
                 ready += [self._prefetched(ask, choice, name, allowed) for name in names]
         return list(dict.fromkeys(ready))
 
@@ -202,7 +207,8 @@ class KernelLoader:
         if fallback is not None and fallback not in list(get_args(Fallback)):
             raise RequestError(f"fallback={fallback!r} was given", 'It is "reference", "error", or left out.')
         if version is not None or revision is not None:
-            manifest = replace(manifest, version=version, revision=revision)
+            # A version is one of the first repository: those of another are numbered otherwise.
+            manifest = replace(manifest, version=version, revision=revision, alternatives=())
         return Ask(manifest=manifest, backend=backend, fallback=fallback or self.settings.fallback)
 
     def _load(self, ask: Ask) -> Any:  # noqa: ANN401 - load_kernel has the types
@@ -218,12 +224,17 @@ class KernelLoader:
             has_another = ask.manifest.reference is not None and not (choice and choice.reference)
             if ask.fallback != "reference" or not has_another:
                 raise
-            warning = f"failed, and the slow reference is used instead. {error}"
-            return bring(ask, self._chooser.reference(ask, self.host, str(error), warning))
+            warning, reference = f"failed, and the slow reference is used instead. {error}", None
+            with contextlib.suppress(NoCompatibleBuild):
+                reference = self._chooser.reference(ask, self.host, str(error), warning)
+            if reference is None:
+                raise
+            return bring(ask, reference)
 
     def _load_module(self, ask: Ask, allowed: bool | frozenset[str]) -> ModuleType:  # noqa: FBT001 - as the caller's
         if not ask.manifest.is_anonymous:
-            module: ModuleType = self._load_as(ask, self._module)
+            unguarded = ask._replace(manifest=ask.manifest.unguarded())
+            module: ModuleType = self._load_as(unguarded, self._module)
             return module
         assert ask.request is not None, "what has no manifest is a repository"
         if ask.request.repo in self.settings.local:
@@ -243,22 +254,23 @@ class KernelLoader:
         assert ask.bundle is not None, "only asked for bundles"
         self._admit(ask, choice)
         module, origin = self._import(ask, choice)
-        bundle = bind(module, ask.bundle, ask.manifest, origin)
+        bundle = bind(module, ask.bundle, choice.manifest or ask.manifest, origin, _guards(ask, choice))
         LEDGER.record_bundle(bundle, origin)
         return bundle
 
     def _admit(self, ask: Ask, choice: Choice, allowed: bool | frozenset[str] = False) -> None:  # noqa: FBT001, FBT002
-        if ask.request is not None and not choice.source.is_local:
-            self._gate.admit(ask.request, named=not ask.manifest.is_anonymous, allowed=allowed)
+        request = request_of(choice.manifest) if choice.manifest is not None else None
+        if request is not None and not choice.source.is_local:
+            self._gate.admit(request, named=not ask.manifest.is_anonymous, allowed=allowed)
 
     def _import(self, ask: Ask, choice: Choice) -> tuple[ModuleType, Origin]:
         """Fetch a build, with those that it depends on, and import it once."""
-        if choice.warning:
-            self._warn(ask.manifest, choice.warning)
+        for warning in choice.warnings:
+            self._warn(ask.manifest, warning)
         metadata = choice.build.metadata
         assert metadata is not None, "a build is chosen by what its metadata says"
         fetched = choice.source.fetch(choice.listing, choice.build.name)
-        origin = _origin(ask.manifest, choice, fetched)
+        origin = _origin(ask, choice, fetched)
         name = module_name(choice.listing.repo, metadata, fetched.digest)
         package = package_directory(fetched.path, metadata)
         module = import_build(package, name, origin, self._dependencies(metadata))
@@ -325,9 +337,15 @@ def _allowed(trust_remote_code: bool | Collection[str]) -> bool | frozenset[str]
     return trust_remote_code if isinstance(trust_remote_code, bool) else frozenset(trust_remote_code)
 
 
-def _origin(manifest: Manifest, choice: Choice, fetched: Fetched) -> Origin:
+def _guards(ask: Ask, choice: Choice) -> dict[str, tuple[str, ...]]:
+    """The guards of the fields that the caller's bundle has."""
+    there = {field.name for field in fields(ask.bundle)} if ask.bundle is not None else set()
+    return {field: names for field, names in choice.guards.items() if field in there}
+
+
+def _origin(ask: Ask, choice: Choice, fetched: Fetched) -> Origin:
     return Origin(
-        kernel=manifest.name,
+        kernel=ask.manifest.name,
         source=choice.source.kind,
         repo=choice.listing.repo,
         revision=choice.listing.revision,
@@ -337,4 +355,5 @@ def _origin(manifest: Manifest, choice: Choice, fetched: Fetched) -> Origin:
         path=fetched.path,
         reference=choice.reference,
         why=choice.why,
+        guards=spelt_guards(_guards(ask, choice)),
     )

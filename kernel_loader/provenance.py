@@ -17,9 +17,10 @@ class Origin(NamedTuple):
         variant: name of the build.
         digest: sha256 over the build's files, in hexadecimal.
         path: directory of the build.
-        reference: the build is the reference in plain PyTorch.
+        reference: the build is the reference in plain PyTorch: an embedded one for no backend in particular.
         why: why this build was taken, for people.
         commit: where the revision stood; None where the source has no revisions.
+        guards: what was put around the functions of the bundle, as "field: guard, guard".
     """
 
     kernel: str
@@ -32,6 +33,7 @@ class Origin(NamedTuple):
     reference: bool
     why: str
     commit: str | None = None
+    guards: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:

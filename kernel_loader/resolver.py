@@ -7,7 +7,7 @@ unique within a repository.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal, NamedTuple
 
 from kernel_loader.errors import VariantError
@@ -19,11 +19,15 @@ from kernel_loader.rules import (
     NAME_RULES,
     NOTHING,
     REQUIRES_RULES,
+    Advisory,
     Build,
+    Note,
     Reason,
     Reject,
     Requires,
+    Rule,
     Unknown,
+    advisory_rules,
     judge,
 )
 from kernel_loader.variant import Variant
@@ -42,6 +46,7 @@ class Verdict(NamedTuple):
         variant: what the name says; None where it is not of the grammar.
         status: "accepted", "unknown" (some fact is missing) or "rejected".
         reasons: everything against it.
+        notes: what a person should know of it all the same.
         metadata: the build's metadata.json, read for the builds that were candidates. An accepted verdict without it
             says only that the name fits.
     """
@@ -51,6 +56,12 @@ class Verdict(NamedTuple):
     status: Status
     reasons: tuple[Reason, ...] = ()
     metadata: Metadata | None = None
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def is_universal(self) -> bool:
+        """Whether it is for no backend in particular. An embedded build that is, is the reference."""
+        return self.variant is not None and self.variant.backend == "universal"
 
 
 class Resolution(NamedTuple):
@@ -60,9 +71,11 @@ class Resolution(NamedTuple):
         repo: where the builds are from.
         host: the machine that was resolved for.
         verdicts: every build, the best first.
-        chosen: the build to take; None when none fits.
+        chosen: the build of this repository to take; None when none fits.
         note: why no build was looked at, where none was.
-        reference: the same for the kernel's embedded reference builds, one of which is taken when nothing is chosen.
+        guards: what is put around the functions of the chosen build, as "field: guard, guard".
+        alternatives: the same for the kernel's other repositories, in the order in which they are asked.
+        reference: the same for the kernel's embedded builds, which are looked at when nothing above is chosen.
     """
 
     repo: str
@@ -71,6 +84,14 @@ class Resolution(NamedTuple):
     chosen: Verdict | None = None
     note: str = ""
     reference: Resolution | None = None
+    alternatives: tuple[Resolution, ...] = ()
+    guards: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> Resolution | None:
+        """The one whose `chosen` is loaded: this, an alternative, or that of the embedded builds; None when none is."""
+        found = (self, *self.alternatives, *((self.reference,) if self.reference else ()))
+        return next((resolution for resolution in found if resolution.chosen is not None), None)
 
     @property
     def nearest(self) -> Verdict | None:
@@ -80,7 +101,8 @@ class Resolution(NamedTuple):
 
     def explain(self) -> str:
         """A table for people: each build, whether it runs on the host, and every reason why not."""
-        return "\n".join([f"On {describe(self.host)}:", "", *self._table(), "", *self._conclusion()])
+        tables = [line for resolution in (self, *self.alternatives) for line in (*resolution._table(), "")]  # noqa: SLF001 - the same class
+        return "\n".join([f"On {describe(self.host)}:", "", *tables, *self._conclusion()])
 
     def _table(self) -> list[str]:
         width = max((len(v.name) for v in self.verdicts), default=0)
@@ -89,26 +111,33 @@ class Resolution(NamedTuple):
 
     def _row(self, verdict: Verdict, width: int) -> list[str]:
         mark = "→" if verdict is self.chosen else {"accepted": "✓", "unknown": "?", "rejected": "✗"}[verdict.status]
-        texts = [reason.message for reason in verdict.reasons] or ["fits" if verdict.metadata else "its name fits"]
+        against = verdict.reasons or (Note("", "fits" if verdict.metadata else "its name fits", ""),)
+        texts = [reason.message for reason in (*against, *verdict.notes)]
         return [
             f"  {mark} {verdict.name:{width}}  {texts[0]}",
             *(f"  {'':{width + 2}}  {text}" for text in texts[1:]),
         ]
 
     def _conclusion(self) -> list[str]:
-        if self.chosen is not None:
-            doubtful = [v.name for v in self.verdicts if v.status == "unknown" and v is not self.chosen]
-            passed_over = [f"In doubt, and passed over: {', '.join(doubtful)}"] if doubtful else []
-            return [f"Chosen: {self.chosen.name}", *passed_over]
-        lines = []
-        if self.nearest is not None:
-            remedies = " ".join(dict.fromkeys(reason.remedy for reason in self.nearest.reasons))
-            lines += [f"None fits. Nearest: {self.nearest.name}. {remedies}", ""]
-        if self.reference is None:
+        taken, lines = self.taken, []
+        if taken is None or taken is self.reference:
+            for resolution in (self, *self.alternatives):
+                if resolution.nearest is not None:
+                    which = "None fits." if resolution is self else f"None of {resolution.repo} fits."
+                    remedies = " ".join(dict.fromkeys(reason.remedy for reason in resolution.nearest.reasons))
+                    lines += [f"{which} Nearest: {resolution.nearest.name}. {remedies}", ""]
+        if self.reference is not None:
+            lines += [*self.reference._table(), ""]  # noqa: SLF001 - the same class
+        if taken is None or taken.chosen is None:
             return [*lines, "Chosen: none"]
-        chosen = self.reference.chosen
-        table = self.reference._table()  # noqa: SLF001 - the same class
-        return [*lines, *table, "", f"Chosen: {chosen.name}, the reference" if chosen else "Chosen: none"]
+        if taken is self.reference:
+            whence = ", the reference" if taken.chosen.is_universal else ", embedded"
+        else:
+            whence = "" if taken is self else f", of {taken.repo}"
+        guarded = [f"Guarded: {guards}" for guards in taken.guards]
+        doubtful = [v.name for v in taken.verdicts if v.status == "unknown" and v is not taken.chosen]
+        passed_over = [f"In doubt, and passed over: {', '.join(doubtful)}"] if doubtful else []
+        return [*lines, f"Chosen: {taken.chosen.name}{whence}", *guarded, *passed_over]
 
     def to_json(self) -> str:
         """The same for programs."""
@@ -120,19 +149,23 @@ class Resolution(NamedTuple):
             "chosen": self.chosen.name if self.chosen else None,
             "nearest": self.nearest.name if self.nearest else None,
             "note": self.note,
+            "guards": list(self.guards),
             "verdicts": [
                 {
                     "name": verdict.name,
                     "status": verdict.status,
-                    "reasons": [
-                        {"code": reason.code, "message": reason.message, "remedy": reason.remedy}
-                        for reason in verdict.reasons
-                    ],
+                    "reasons": [_document_of(reason) for reason in verdict.reasons],
+                    "notes": [_document_of(note) for note in verdict.notes],
                 }
                 for verdict in self.verdicts
             ],
+            "alternatives": [other._document() for other in self.alternatives],  # noqa: SLF001 - the same class
             "reference": self.reference._document() if self.reference else None,  # noqa: SLF001 - the same class
         }
+
+
+def _document_of(reason: Reason) -> dict[str, str]:
+    return {"code": reason.code, "message": reason.message, "remedy": reason.remedy}
 
 
 def resolve(
@@ -140,7 +173,9 @@ def resolve(
     host: Host,
     *,
     repo: str = "",
+    version: int | None = None,
     requires: Requires = NOTHING,
+    advisories: Sequence[Advisory] = (),
     read_metadata: Callable[[str], Metadata] | None = None,
     strict: bool = False,
 ) -> Resolution:
@@ -150,7 +185,9 @@ def resolve(
         names: names of the builds of one repository, in any order.
         host: the machine.
         repo: how explanations call the repository.
+        version: that of the repository which was asked for, where it is known.
         requires: what the kernel's manifest demands of the host.
+        advisories: what is publicly known of the repository.
         read_metadata: gives the metadata of a build. Called for the best build, and for the next only when that is
             rejected by what it says. Without it, names alone decide.
         strict: never choose a build whose compatibility is unknown.
@@ -158,12 +195,19 @@ def resolve(
     Raises:
         Whatever `read_metadata` raises: a damaged candidate is not passed over in silence.
     """
-    verdicts = [_by_name(name, host, requires) for name in dict.fromkeys(names)]
+    # The version of a repository is best told by a build itself, so that advisories are judged with its metadata.
+    on_names = NAME_RULES if requires is NOTHING else NAME_RULES + REQUIRES_RULES
+    on_metadata = METADATA_RULES + advisory_rules(advisories)
+    if read_metadata is None:
+        on_names += advisory_rules(advisories)
+    verdicts = [_by_name(name, on_names, host, requires, version) for name in dict.fromkeys(names)]
     chosen = None
     for candidate in sorted((v for v in verdicts if v.status != "rejected"), key=_order):
         if chosen is not None and candidate.status == "unknown":
             break
-        judged = _by_metadata(candidate, host, read_metadata(candidate.name)) if read_metadata else candidate
+        judged = candidate
+        if read_metadata is not None:
+            judged = _by_metadata(candidate, on_metadata, host, read_metadata(candidate.name), version)
         verdicts[verdicts.index(candidate)] = judged
         if judged.status == "accepted":
             chosen = judged
@@ -173,21 +217,29 @@ def resolve(
     return Resolution(repo, host, tuple(sorted(verdicts, key=_order)), chosen)
 
 
-def _by_name(name: str, host: Host, requires: Requires) -> Verdict:
+def _by_name(name: str, rules: tuple[Rule, ...], host: Host, requires: Requires, version: int | None) -> Verdict:
     try:
         variant = Variant.parse(name)
     except VariantError as error:
         return Verdict(name, None, "rejected", (Reject("grammar", error.detail, error.remedy),))
-    rules = NAME_RULES if requires is NOTHING else NAME_RULES + REQUIRES_RULES
-    reasons = judge(rules, host, Build(name, variant, requires=requires))
-    return Verdict(name, variant, _status(reasons), reasons)
+    reasons, notes = _said_by(rules, host, Build(name, variant, requires=requires, version=version))
+    return Verdict(name, variant, _status(reasons), reasons, notes=notes)
 
 
-def _by_metadata(verdict: Verdict, host: Host, metadata: Metadata) -> Verdict:
+def _by_metadata(
+    verdict: Verdict, rules: tuple[Rule, ...], host: Host, metadata: Metadata, version: int | None
+) -> Verdict:
     assert verdict.variant is not None, "a build whose name is not of the grammar is no candidate"
-    found = judge(METADATA_RULES, host, Build(verdict.name, verdict.variant, metadata))
+    found, notes = _said_by(rules, host, Build(verdict.name, verdict.variant, metadata, version=version))
     reasons = (*verdict.reasons, *found)
-    return verdict._replace(status=_status(reasons), reasons=reasons, metadata=metadata)
+    return verdict._replace(status=_status(reasons), reasons=reasons, metadata=metadata, notes=notes)
+
+
+def _said_by(rules: tuple[Rule, ...], host: Host, build: Build) -> tuple[tuple[Reason, ...], tuple[Note, ...]]:
+    """What rules have against a build, and what they note of it."""
+    said = judge(rules, host, build)
+    notes = tuple([reason for reason in said if isinstance(reason, Note)])
+    return tuple([reason for reason in said if not isinstance(reason, Note)]) if notes else said, notes
 
 
 def _status(reasons: tuple[Reason, ...]) -> Status:

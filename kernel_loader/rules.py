@@ -1,7 +1,8 @@
-"""May a build run on a host? One small function a rule: (Host, Build) -> Accept | Reject | Unknown.
+"""May a build run on a host? One small function a rule: (Host, Build) -> Accept | Reject | Unknown | Note.
 
 A rule looks at one thing and gives one reason. All rules run on a build, so that a person sees every reason at once.
 `Unknown` is for facts that nobody has: it ranks below Accept, and a warning tells of it when such a build is used.
+`Note` is for what a person should know of a build that may be used.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kernel_loader.host import Host, major_minor, normal_distribution
 from kernel_loader.metadata import Metadata
@@ -48,7 +49,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a build is not accepted.
+    """What a rule has to say of a build.
 
     Attributes:
         code: stable name of the reason, for programs.
@@ -73,7 +74,13 @@ class Unknown(Reason):
     __slots__ = ()
 
 
-Outcome = Accept | Reject | Unknown
+class Note(Reason):
+    """The build may be used, and a person should know this of it."""
+
+    __slots__ = ()
+
+
+Outcome = Accept | Reject | Unknown | Note
 ACCEPT: Final = Accept()
 
 
@@ -99,14 +106,54 @@ class Requires(NamedTuple):
 
 NOTHING: Final = Requires()
 
+Effect = Literal["reject", "doubt", "warn"]
+
+
+class Advisory(NamedTuple):
+    """A fault of a repository's builds that was publicly reported. Every condition that it names must hold.
+
+    Attributes:
+        id: unique name, for `KERNEL_LOADER_IGNORE_ADVISORIES`.
+        repo: repository on the Hub.
+        effect: "reject" refuses the build; "doubt" takes it when nothing else is accepted; "warn" takes it.
+        fault: what goes wrong.
+        remedy: what to do about it.
+        source: where it was reported.
+        versions: specifier for the version of the repository; None for all.
+        devices: specifier for the number of visible NVIDIA devices, as ">1".
+        capability: specifier that the compute capability of some visible device meets.
+        no_cuda_toolkit: specifier that no CUDA toolkit with nvcc on the host meets.
+        when: what a call must be like, in words.
+        guard: the guard that mends it, in kernels whose manifest has it.
+        overruled: why it is not heeded here, such as "ignored by KERNEL_LOADER_IGNORE_ADVISORIES".
+    """
+
+    id: str
+    repo: str
+    effect: Effect
+    fault: str
+    remedy: str
+    source: str
+    versions: SpecifierSet | None = None
+    devices: SpecifierSet | None = None
+    capability: SpecifierSet | None = None
+    no_cuda_toolkit: SpecifierSet | None = None
+    when: str = ""
+    guard: str | None = None
+    overruled: str = ""
+
 
 class Build(NamedTuple):
-    """A build as far as it is known: its name, then what its metadata.json says, and what its manifest demands."""
+    """A build as far as it is known: its name, then what its metadata.json says, and what its manifest demands.
+
+    `version` is that of the repository which was asked for. Where its metadata.json names one, that counts.
+    """
 
     name: str
     variant: Variant
     metadata: Metadata | None = None
     requires: Requires = NOTHING
+    version: int | None = None
 
 
 Rule = Callable[[Host, Build], Outcome]
@@ -403,6 +450,68 @@ def requires_python_rule(host: Host, build: Build) -> Outcome:
     return _packages(host, "requires-python", build.requires.python)
 
 
+# --- what is publicly known of it ---------------------------------------------------------------------------------
+
+
+def advisory_rules(advisories: Iterable[Advisory]) -> tuple[Rule, ...]:
+    """A rule for each advisory."""
+    return tuple(functools.partial(advisory_rule, advisory) for advisory in advisories)
+
+
+def advisory_rule(advisory: Advisory, host: Host, build: Build) -> Outcome:
+    """A fault that was reported of the repository at the build's version, on hosts like this one."""
+    conditions = {
+        "the version": is_version(advisory.versions, version_of(build.metadata, build.version)),
+        "the devices": _on_devices(advisory.devices, host, lambda archs: (str(len(archs)),)),
+        "their compute capability": _on_devices(advisory.capability, host, lambda archs: archs),
+        "the CUDA toolkit": _lacks_toolkit(advisory.no_cuda_toolkit, host),
+    }
+    if False in conditions.values():
+        return ACCEPT
+    unknown = [name for name, holds in conditions.items() if holds is None]
+    message = f"known fault {advisory.id}: {advisory.fault}" + (f" ({advisory.when})" if advisory.when else "")
+    remedy = f"{advisory.remedy} Reported: {advisory.source}."
+    if advisory.overruled:
+        return Note("advisory-overruled", f"{message}; {advisory.overruled}", remedy)
+    if unknown:
+        message += f"; whether it shows depends on {' and '.join(unknown)}, which nobody knows here"
+    if advisory.effect == "warn":
+        return Note("advisory", message, remedy)
+    if unknown or advisory.effect == "doubt":
+        return Unknown("advisory", message, remedy)
+    return Reject("advisory", message, remedy)
+
+
+def version_of(metadata: Metadata | None, asked: int | None) -> int | None:
+    """The version of its repository that a build is of: what it says itself, or else what was asked for."""
+    return metadata.version if metadata is not None and metadata.version is not None else asked
+
+
+def is_version(specifier: SpecifierSet | None, version: int | None) -> bool | None:
+    """Whether a version of a repository is meant by a specifier; None where the version is not known."""
+    if specifier is None:
+        return True
+    return None if version is None else specifier.contains(str(version))
+
+
+def _on_devices(needed: SpecifierSet | None, host: Host, versions: Callable[[list[str]], Iterable[str]]) -> bool | None:
+    """Whether something that is told of the visible NVIDIA devices meets a specifier; None where nobody looked."""
+    if needed is None:
+        return True
+    if host.backend.kind == "cuda" and "devices" in host.unknown:
+        return None
+    return host.backend.kind == "cuda" and any(needed.contains(version) for version in versions(_archs(host, "cuda")))
+
+
+def _lacks_toolkit(needed: SpecifierSet | None, host: Host) -> bool | None:
+    if needed is None:
+        return True
+    if host.backend.kind == "cuda" and "cuda_toolkit" in host.unknown:
+        return None
+    there = host.cuda_toolkit
+    return host.backend.kind == "cuda" and (there is None or not _contains(needed, there))
+
+
 NAME_RULES: Final[tuple[Rule, ...]] = (
     os_rule,
     cpu_rule,
@@ -434,6 +543,7 @@ EFFORT: Final = (
     "requires-python",
     "tvm-ffi",
     "loader-version",
+    "advisory",
     "cuda-toolkit",
     "torch",
     "stable-abi",
@@ -455,8 +565,8 @@ EFFORT: Final = (
 )
 
 
-def judge(rules: tuple[Rule, ...], host: Host, build: Build) -> tuple[Reject | Unknown, ...]:
-    """What the rules have against a build on a host."""
+def judge(rules: tuple[Rule, ...], host: Host, build: Build) -> tuple[Reject | Unknown | Note, ...]:
+    """What the rules have to say of a build on a host."""
     return tuple([outcome for rule in rules if not isinstance(outcome := rule(host, build), Accept)])
 
 

@@ -27,6 +27,7 @@ VARIABLES: Final = tuple(
         "DISABLE",
         "DISABLE_MAPPING",
         "FALLBACK",
+        "IGNORE_ADVISORIES",
         "LOCAL",
         "MANIFESTS",
         "OFFLINE",
@@ -61,6 +62,7 @@ class Settings:
         local: repository id -> a directory that stands for it: a repository, its `build/`, or one build.
         manifests: directories with manifests of your own; the first that names a kernel wins.
         disable: kernels, by name, for which the reference is always taken.
+        ignore_advisories: ids of advisories that are not heeded; "all" for every one.
         disable_mapping: `kernelize` replaces no layer.
         strict: refuse builds whose compatibility cannot be decided, instead of trying them with a warning.
         cache: directory of the store.
@@ -74,6 +76,7 @@ class Settings:
     local: Mapping[str, Path] = field(default_factory=dict)
     manifests: tuple[Path, ...] = ()
     disable: frozenset[str] = frozenset()
+    ignore_advisories: frozenset[str] = frozenset()
     disable_mapping: bool = False
     strict: bool = False
     cache: Path = field(default_factory=_default_cache)
@@ -84,12 +87,15 @@ class Settings:
     def __post_init__(self) -> None:
         if self.fallback not in (None, *get_args(Fallback)):
             raise SettingsError("Settings.fallback", str(self.fallback), '"reference", "error" or None')
-        if any(isinstance(value, str) for value in cast("tuple[object, ...]", (self.disable, self.manifests))):
-            raise SettingsError("Settings", "a text", "a collection of texts for disable and manifests")
+        collections = cast("tuple[object, ...]", (self.disable, self.ignore_advisories, self.manifests))
+        if any(isinstance(value, str) for value in collections):
+            expected = "a collection of texts for disable, ignore_advisories and manifests"
+            raise SettingsError("Settings", "a text", expected)
         # What a caller may write as text is a path here.
         object.__setattr__(self, "local", {repo: Path(path) for repo, path in self.local.items()})
         object.__setattr__(self, "manifests", tuple(Path(path).absolute() for path in self.manifests))
         object.__setattr__(self, "disable", frozenset(self.disable))
+        object.__setattr__(self, "ignore_advisories", frozenset(self.ignore_advisories))
         object.__setattr__(self, "cache", Path(self.cache).absolute())
 
     @classmethod
@@ -109,7 +115,8 @@ class Settings:
                 for part in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep)
                 if part
             ),
-            disable=frozenset(environ.get(f"{PREFIX}DISABLE", "").replace(",", " ").split()),
+            disable=_names(environ, f"{PREFIX}DISABLE"),
+            ignore_advisories=_names(environ, f"{PREFIX}IGNORE_ADVISORIES"),
             disable_mapping=_boolean(environ, f"{PREFIX}DISABLE_MAPPING"),
             strict=_boolean(environ, f"{PREFIX}STRICT"),
             offline=_boolean(environ, f"{PREFIX}OFFLINE") or _boolean(environ, "HF_HUB_OFFLINE"),
@@ -141,6 +148,10 @@ def _fallback(environ: Mapping[str, str]) -> Fallback | None:
         case "error":
             return "error"
     raise SettingsError(variable, environ[variable], '"reference" or "error"')
+
+
+def _names(environ: Mapping[str, str], variable: str) -> frozenset[str]:
+    return frozenset(environ.get(variable, "").replace(",", " ").split())
 
 
 def _boolean(environ: Mapping[str, str], variable: str) -> bool:

@@ -53,6 +53,8 @@ def write_manifest(directory: Path, name: str, **keys: object) -> Path:
 def _toml(value: object) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f'"{key}" = {_toml(item)}' for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value)
 
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from kernel_loader.errors import KernelImportError, ManifestError, MissingEntrypoints
-from tests.builds import write_manifest
+from tests.builds import write_build, write_manifest
 
 SOURCE = """
 class functions:
@@ -50,6 +50,31 @@ def test_dotted_symbols_and_values_that_are_computed_at_load(workshop):
     tools = workshop.loader().load("tools")
     assert tools.twice(21) == 42
     assert tools.alignment == 128
+
+
+def test_a_package_need_not_import_the_modules_of_its_symbols(workshop):
+    entrypoints = {"twice": "inner.functions.double", "alignment": {"call": "inner.alignment"}}
+    repository = workshop.kernel("tools", entrypoints=entrypoints)
+    files = {
+        "__init__.py": "",
+        "inner/__init__.py": "def alignment():\n    return 128\n",
+        "inner/functions.py": "def double(x):\n    return 2 * x\n",
+    }
+    write_build(repository, "torch-universal", files)
+    tools = workshop.loader().load("tools")
+    assert (tools.twice(21), tools.alignment) == (42, 128)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [("import nonsense_that_is_not_there\n", KernelImportError), ("this is no Python\n", KernelImportError)],
+)
+def test_a_module_on_the_way_to_a_symbol_that_fails_says_why(workshop, source, error):
+    repository = workshop.kernel("tools", entrypoints={"twice": "functions.double", "alignment": "there"})
+    write_build(repository, "torch-universal", {"__init__.py": "there = 1\n", "functions.py": source})
+    with pytest.raises(error, match=r"looking up functions\.double raised") as caught:
+        workshop.loader().load("tools")
+    assert not isinstance(caught.value, MissingEntrypoints)
 
 
 def test_a_bundle_made_from_entrypoints_is_a_frozen_dataclass(workshop):
@@ -140,3 +165,12 @@ def test_a_bundle_that_refuses_its_entrypoints_is_an_error_of_our_tree(workshop)
     workshop.simple("tools", SOURCE, bundle=f"{__name__}:Picky", entrypoints={"twice": "functions.double"})
     with pytest.raises(KernelImportError, match="making Picky raised ValueError: refused"):
         workshop.loader().load("tools")
+
+
+def test_entrypoints_of_an_alternative_are_fields_too(workshop):
+    other = {"repo": "org/other", "version": 1, "entrypoints": {"thrice": "functions.double"}}
+    for bundle in (HERE, None):
+        workshop.simple("tools", SOURCE, bundle=bundle, entrypoints={"twice": "x"}, alternatives=[other])
+        with pytest.raises(ManifestError, match="no such field") as caught:
+            workshop.loader().load("tools")
+        assert caught.value.path == "alternatives[0].entrypoints.thrice"

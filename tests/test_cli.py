@@ -87,6 +87,46 @@ def test_explain_of_a_kernel_that_only_its_reference_serves_succeeds(run):
     assert "Chosen: torch-universal, the reference" in out
 
 
+def test_other_repositories_and_embedded_builds_are_shown(run, workshop, tmp_path):
+    alternatives = [{"repo": "org/other", "version": 1}]
+    write_build(workshop.kernel("my_kernel", alternatives=alternatives, reference="mine"), "torch-rocm")
+    write_build(workshop.manifests / "registry" / "mine", "torch-cuda")
+    other = workshop.root / "repositories" / "other"
+    write_build(other, "torch-cpu")
+    workshop.local["org/other"] = other
+    assert "here: torch-cpu of org/other@v1" in run("list")[1]
+    status, out, _ = run("explain", "my_kernel")
+    assert status == 0
+    assert out.endswith("Chosen: torch-cpu, of org/other@v1\n")
+    file = tmp_path / "h200.json"
+    file.write_text(H200.to_json())
+    status, out, _ = run("explain", "my_kernel", "--host", file)
+    assert status == 0
+    assert out.endswith("Chosen: torch-cuda, embedded\n")
+    assert json.loads(run("load", "my_kernel", "--json")[1])["repo"] == "org/other"
+    status, out, _ = run("prefetch", "my_kernel", "--host", file)
+    assert status == 0
+    assert out.startswith("my_kernel  torch-cuda  ")
+
+
+def test_guards_and_advisories_are_shown(run, workshop):
+    workshop.simple("my_kernel", guards={"double": ["no-gradient"]})
+    (workshop.manifests / "advisories.toml").write_text(
+        '[[advisories]]\nid = "a-b"\nrepo = "org/my-kernel"\neffect = "warn"\nfault = "it fails"\nremedy = "Stop."\n'
+        'source = "issue 1"\n'
+    )
+    status, out, _ = run("explain", "my_kernel")
+    assert status == 0
+    assert "known fault a-b: it fails\n" in out
+    assert "Guarded: double: no-gradient" in out
+    status, out, err = run("load", "my_kernel")
+    assert status == 0
+    assert "guards       double: no-gradient" in out
+    assert "my_kernel has a known fault a-b: it fails. Stop. Reported: issue 1." in err
+    assert json.loads(run("load", "my_kernel", "--json")[1])["guards"] == ["double: no-gradient"]
+    assert "ignored by" in run("explain", "my_kernel", KERNEL_LOADER_IGNORE_ADVISORIES="a-b")[1]
+
+
 def test_load_shows_what_was_loaded_from_where(run, workshop):
     build = workshop.simple("my_kernel")
     status, out, _ = run("load", "my_kernel")

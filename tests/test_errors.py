@@ -79,6 +79,9 @@ SAMPLES = [
     NoCompatibleBuild("activation", Resolution("org/activation", HOST, (REJECTED,))),
     NoCompatibleBuild("activation", Resolution("org/activation", HOST, note="it is empty")),
     NoCompatibleBuild("activation", Resolution("org/activation", HOST, (REJECTED,)), 7),
+    NoCompatibleBuild(
+        "activation", Resolution("org/activation", HOST, alternatives=(Resolution("org/other", HOST, (REJECTED,)),))
+    ),
     UnknownKernel("org/activation"),
     UnknownVersion("org/activation", "v9", (1, 2)),
     UnknownVersion("org/activation", "v9", ()),

@@ -209,6 +209,259 @@ def test_a_disabled_kernel_is_its_reference(workshop):
     assert "it is disabled here, by KERNEL_LOADER_DISABLE" in kernel_loader.origin(bundle).why
 
 
+# --- embedded builds that are no references -------------------------------------------------------------------------
+
+
+def embeds(workshop, variants=("torch-cuda", "torch-universal"), published=("torch-rocm",), **keys):
+    """A kernel with builds in a registry beside its manifest, each of which tells its name; and published ones."""
+    repository = workshop.kernel("my_kernel", reference="mine", **keys)
+    for variant in published:
+        write_build(repository, variant, {"__init__.py": f"def double(x): return 'published {variant}'"})
+    for variant in variants:
+        source = f"def double(x): return 'embedded {variant}'"
+        write_build(workshop.manifests / "registry" / "mine", variant, {"__init__.py": source})
+    return workshop.manifests / "registry" / "mine"
+
+
+ALONE = {"repo": None, "version": None, "published": ()}
+
+
+def warned(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("keys", [{}, ALONE], ids=["published too", "embedded alone"])
+def test_an_embedded_build_for_a_backend_is_a_kernel_like_any_other(workshop, caplog, keys):
+    embeds(workshop, **keys)
+    loader = workshop.loader(GPU_HOST)
+    for fallback in (None, "error", "reference"):
+        bundle = loader.load("my_kernel", fallback=fallback)
+        origin = kernel_loader.origin(bundle)
+        assert bundle.double(1) == "embedded torch-cuda"
+        assert (origin.variant, origin.reference) == ("torch-cuda", False)
+    assert warned(caplog) == []
+    assert loader.can_load("my_kernel", fallback="error")
+    assert loader.load_module("my_kernel").double(1) == "embedded torch-cuda"
+    (ready,) = loader.prefetch(["my_kernel"], all_variants=True)
+    assert (ready.variant, ready.reference) == ("torch-cuda", False)
+    resolution = loader.resolve("my_kernel")
+    assert resolution.chosen is None
+    assert resolution.taken is resolution.reference
+    assert resolution.explain().endswith("Chosen: torch-cuda, embedded")
+
+
+def test_why_an_embedded_build_is_taken_where_there_is_a_repository(workshop):
+    embeds(workshop)
+    origin = kernel_loader.origin(workshop.loader(GPU_HOST).load("my_kernel"))
+    assert "The nearest is torch-rocm: built for rocm, this host computes on cuda" in origin.why
+
+
+def test_why_an_embedded_build_is_taken_where_there_is_none(workshop):
+    embeds(workshop, **ALONE)
+    assert kernel_loader.origin(workshop.loader(GPU_HOST).load("my_kernel")).why == "the best of 2 builds that fit"
+
+
+def test_a_published_build_that_fits_comes_before_the_embedded_ones(workshop):
+    embeds(workshop, published=("torch-cuda",))
+    assert workshop.loader(GPU_HOST).load("my_kernel").double(1) == "published torch-cuda"
+
+
+def test_the_reference_of_a_kernel_that_is_embedded_alone_is_taken_with_a_warning(workshop, caplog):
+    embeds(workshop, **ALONE)
+    loader = workshop.loader()
+    origin = kernel_loader.origin(loader.load("my_kernel"))
+    assert (origin.variant, origin.reference) == ("torch-universal", True)
+    (warning,) = warned(caplog)
+    assert "uses the slow reference. No build of registry/mine runs on this host (1 looked at)" in warning
+    assert "The nearest is torch-cuda: built for cuda, this host computes on cpu" in warning
+    assert "built for cuda" in origin.why
+    (ready,) = loader.prefetch(["my_kernel"])
+    assert ready.reference
+    assert loader.resolve("my_kernel").explain().endswith("Chosen: torch-universal, the reference")
+
+
+def test_a_kernel_that_is_its_reference_is_taken_without_a_word(workshop, caplog):
+    embeds(workshop, variants=("torch-universal",), **ALONE)
+    origin = kernel_loader.origin(workshop.loader().load("my_kernel"))
+    assert (origin.reference, origin.why) == (True, "the only build that fits")
+    assert warned(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("variants", "told"),
+    [(("torch-cuda", "torch-universal"), "built for cuda"), (("torch-universal",), "it has the slow reference alone")],
+)
+def test_fallback_error_refuses_the_reference_of_a_kernel_that_is_embedded_alone(workshop, variants, told):
+    embeds(workshop, variants, **ALONE)
+    with pytest.raises(NoCompatibleBuild, match=told):
+        workshop.loader().load("my_kernel", fallback="error")
+    assert not workshop.loader().can_load("my_kernel", fallback="error")
+
+
+def test_a_kernel_without_a_reference_for_this_machine_does_not_load(workshop):
+    embeds(workshop, variants=("torch-cuda",), **ALONE)
+    with pytest.raises(NoCompatibleBuild, match="built for cuda, this host computes on cpu"):
+        workshop.loader().load("my_kernel")
+    embeds(workshop, variants=("torch-cuda",))
+    with pytest.raises(NoCompatibleBuild, match="torch-rocm: built for rocm, this host computes on cpu"):
+        workshop.loader().load("my_kernel")
+
+
+@pytest.mark.parametrize("keys", [{}, {"published": ("torch-cuda",)}, ALONE])
+def test_a_disabled_kernel_is_its_reference_whatever_else_is_embedded(workshop, caplog, keys):
+    embeds(workshop, **keys)
+    loader = workshop.loader(GPU_HOST, disable=frozenset({"my-kernel"}))
+    origin = kernel_loader.origin(loader.load("my_kernel"))
+    assert (origin.variant, origin.reference) == ("torch-universal", True)
+    assert "it is disabled here, by KERNEL_LOADER_DISABLE" in warned(caplog)[0]
+    assert [verdict.name for verdict in loader.resolve("my_kernel").reference.verdicts] == ["torch-universal"]
+    assert not loader.can_load("my_kernel", fallback="error")
+
+
+@pytest.mark.parametrize("keys", [{"published": ("torch-cuda",)}, {}, ALONE])
+def test_where_a_build_fails_the_reference_can_be_accepted_and_nothing_between(workshop, caplog, keys):
+    registry = embeds(workshop, **keys)
+    failing = [registry / "build" / "torch-cuda"]
+    if keys.get("published"):
+        failing = [workshop.local["org/my-kernel"] / "build" / "torch-cuda"]
+    for build in failing:
+        damage_import(build)
+    with pytest.raises(KernelImportError, match="broken"):
+        workshop.loader(GPU_HOST).load("my_kernel")
+    origin = kernel_loader.origin(workshop.loader(GPU_HOST).load("my_kernel", fallback="reference"))
+    assert (origin.variant, origin.reference) == ("torch-universal", True)
+    assert "failed, and the slow reference is used instead" in warned(caplog)[-1]
+
+
+def test_what_fails_is_told_where_there_is_no_reference_to_take_instead(workshop):
+    damage_import(embeds(workshop, variants=("torch-cuda",), **ALONE) / "build" / "torch-cuda")
+    loader = workshop.loader(GPU_HOST)
+    with pytest.raises(KernelImportError, match="broken"):
+        loader.load("my_kernel", fallback="reference")
+    assert loader.can_load("my_kernel")
+    assert not workshop.loader().can_load("my_kernel", fallback="reference")
+
+
+def test_strict_counts_for_embedded_builds_too(workshop):
+    registry = embeds(workshop, **ALONE)
+    write_build(registry, "torch-cuda", backend={"type": "cuda", "archs": ["sm_90"]})
+    assert kernel_loader.origin(workshop.loader(GPU_HOST).load("my_kernel")).variant == "torch-universal"
+
+
+# --- other repositories of a kernel ---------------------------------------------------------------------------------
+
+OTHER = {"repo": "org/other", "version": 7}
+
+
+def another(workshop, name="other", variant="torch-cpu", source="def double(x): return 'other'"):
+    """A second repository, with a build of its own."""
+    repository = workshop.root / "repositories" / name
+    workshop.local[f"org/{name}"] = repository
+    return write_build(repository, variant, {"__init__.py": source}, version=7)
+
+
+def test_the_first_repository_with_a_build_that_fits_is_taken(workshop):
+    repository = workshop.kernel("my_kernel", alternatives=[OTHER, {"repo": "org/third", "revision": "main"}])
+    write_build(repository, "torch-cuda", {"__init__.py": "def double(x): return 'first'"})
+    another(workshop, variant="torch-rocm")
+    another(workshop, "third", "torch-universal", "def double(x): return 'third'")
+    loader = workshop.loader()
+    bundle = loader.load("my_kernel")
+    origin = kernel_loader.origin(bundle)
+    assert bundle.double(1) == "third"
+    assert (origin.kernel, origin.repo, origin.reference) == ("my_kernel", "org/third", False)
+    resolution = loader.resolve("my_kernel")
+    assert [other.repo for other in resolution.alternatives] == ["org/other@v7", "org/third@main"]
+    assert resolution.taken.repo == "org/third@main"
+    (ready,) = loader.prefetch(["my_kernel"])
+    assert (ready.kernel, ready.path) == ("my_kernel", origin.path)
+    assert loader.can_load("my_kernel", fallback="error")
+    gpu = workshop.loader(GPU_HOST)
+    assert gpu.load("my_kernel").double(1) == "first"
+    notes = [other.note for other in gpu.resolve("my_kernel").alternatives]
+    assert notes == ["it is not asked, since a build above fits"] * 2
+
+
+def test_an_alternative_binds_its_own_entrypoints_or_those_of_the_kernel(workshop):
+    entrypoints = {"double": "old.double"}
+    workshop.kernel("my_kernel", backends=["cuda"], alternatives=[OTHER], entrypoints=entrypoints)
+    workshop.local.clear()
+    another(workshop, source="class old:\n    double = 'as in the first'\ntwice = 'its own'")
+    assert workshop.loader().load("my_kernel").double == "as in the first"
+    own = OTHER | {"entrypoints": {"double": "twice"}}
+    workshop.kernel("my_kernel", backends=["cuda"], alternatives=[own], entrypoints=entrypoints)
+    del workshop.local["org/my-kernel"]
+    assert workshop.loader().load("my_kernel").double == "its own"
+
+
+def test_an_alternative_that_its_backends_exclude_is_not_asked(workshop):
+    workshop.kernel("my_kernel", backends=["rocm"], alternatives=[OTHER | {"backends": ["cuda"]}], reference="mine")
+    workshop.local.clear()
+    write_build(workshop.manifests / "registry" / "mine", "torch-universal")
+    bundle = KernelLoader(Settings(manifests=(workshop.manifests,)), CPU_HOST, sources=[]).load("my_kernel")
+    why = kernel_loader.origin(bundle).why
+    assert "nor one of org/other@v7: it is for rocm" in why
+    assert "it is for cuda" in why
+
+
+def test_a_repository_that_cannot_be_asked_is_an_error_and_no_alternative_is_taken(workshop):
+    workshop.kernel("my_kernel", alternatives=[OTHER], reference="mine")
+    write_build(workshop.manifests / "registry" / "mine", "torch-universal")
+    workshop.local.clear()
+    another(workshop)
+    with pytest.raises(NotCached, match="org/my-kernel@v1"):
+        workshop.loader().load("my_kernel")
+    origin = kernel_loader.origin(workshop.loader().load("my_kernel", fallback="reference"))
+    assert origin.reference
+
+
+def test_an_alternative_that_cannot_be_asked_is_an_error_once_it_is_its_turn(workshop):
+    repository = workshop.kernel("my_kernel", alternatives=[OTHER])
+    write_build(repository, "torch-cuda")
+    assert workshop.loader(GPU_HOST).load("my_kernel").double(1) == 2
+    with pytest.raises(NotCached, match="org/other@v7"):
+        workshop.loader().load("my_kernel")
+
+
+@pytest.mark.parametrize("asked", [{"version": 2}, {"revision": "main"}])
+def test_a_version_is_one_of_the_first_repository(workshop, asked):
+    write_build(workshop.kernel("my_kernel", alternatives=[OTHER]), "torch-cuda")
+    another(workshop)
+    loader = workshop.loader()
+    assert loader.load("my_kernel").double(1) == "other"
+    with pytest.raises(NoCompatibleBuild):
+        loader.load("my_kernel", **asked)
+    assert loader.resolve("my_kernel", **asked).alternatives == ()
+
+
+def test_where_no_repository_has_a_build_the_embedded_ones_are_next(workshop, caplog):
+    embeds(workshop, alternatives=[OTHER])
+    another(workshop, variant="torch-rocm")
+    assert workshop.loader(GPU_HOST).load("my_kernel").double(1) == "embedded torch-cuda"
+    assert kernel_loader.origin(workshop.loader().load("my_kernel")).reference
+    assert "nor one of org/other@v7 (2 looked at)" in warned(caplog)[0]
+    with pytest.raises(NoCompatibleBuild, match="nor one of org/other@v7"):
+        workshop.loader().load("my_kernel", fallback="error")
+
+
+def test_what_a_kernel_demands_is_of_one_repository(workshop):
+    keys = {"requires": {"torch": ">=99"}, "alternatives": [OTHER]}
+    write_build(workshop.kernel("my_kernel", **keys), "torch-cpu")
+    another(workshop)
+    assert workshop.loader().load("my_kernel").double(1) == "other"
+    demanding = [OTHER | {"requires": {"torch": ">=99"}}]
+    workshop.kernel("my_kernel", **(keys | {"alternatives": demanding}))
+    with pytest.raises(NoCompatibleBuild):
+        workshop.loader().load("my_kernel")
+
+
+def test_a_directory_of_another_version_of_an_alternative_is_told(workshop, caplog):
+    write_build(workshop.kernel("my_kernel", alternatives=[OTHER | {"version": 8}]), "torch-cuda")
+    another(workshop)
+    workshop.loader().load("my_kernel")
+    assert warned(caplog) == ["my_kernel uses version 7 from local org/other, and version 8 was asked for."]
+
+
 # --- a build fits and fails: the user must know -------------------------------------------------------------------
 
 

@@ -8,11 +8,12 @@ from packaging.specifiers import SpecifierSet
 
 from kernel_loader.errors import ManifestError
 from kernel_loader.host import BACKEND_KINDS
-from kernel_loader.manifest import Entrypoint, Manifest, normalise
+from kernel_loader.manifest import Entrypoint, Guard, Manifest, normalise
 from kernel_loader.resources import data_directory
 from kernel_loader.rules import Requires
 
 LEAST = {"name": "activation", "reference": "activation"}
+REPO = {"repo": "org/a", "version": 1}
 SHIPPED = sorted(data_directory("manifests").glob("*.toml"))
 KERNELS = [file for file in SHIPPED if file.stem not in ("layers", "advisories")]
 
@@ -26,6 +27,7 @@ def test_a_manifest_of_every_key_is_read() -> None:
         backends = ["cuda", "rocm"]
         bundle = "kernel_loader.bundles.fp8:FineGrainedFP8"
         reference = "finegrained-fp8"
+        grid = "kernel_loader.conformance.grids.fp8:GRID"
 
         [requires]
         cuda-capability = ">=8.9"
@@ -39,15 +41,39 @@ def test_a_manifest_of_every_key_is_read() -> None:
         fp8_matmul = "matmul_2d"
         nested = "layers.Gelu"
         table = { call = "make.table" }
+
+        [guards]
+        fp8_matmul = ["contiguous", { guard = ["empty", "vector"], versions = "<=4" }, { guard = "zero-tail" }]
+
+        [[alternatives]]
+        repo = "org/other"
+        revision = "main"
+        backends = ["xpu"]
+        requires = { torch = ">=2.10" }
+        guards = { nested = ["no-gradient"] }
+
+        [[alternatives]]
+        repo = "org/third"
+        version = 2
+        entrypoints = { fp8_matmul = "matmul" }
     """
+    entrypoints = {
+        "fp8_matmul": Entrypoint("matmul_2d"),
+        "nested": Entrypoint("layers.Gelu"),
+        "table": Entrypoint("make.table", call=True),
+    }
+    kernel = {
+        "name": "finegrained_fp8",
+        "summary": "Block-wise FP8",
+        "bundle": "kernel_loader.bundles.fp8:FineGrainedFP8",
+        "reference": "finegrained-fp8",
+        "grid": "kernel_loader.conformance.grids.fp8:GRID",
+    }
     assert Manifest.parse(text, "a.toml") == Manifest(
-        name="finegrained_fp8",
-        summary="Block-wise FP8",
+        **kernel,
         repo="kernels-community/finegrained-fp8",
         version=4,
         backends=("cuda", "rocm"),
-        bundle="kernel_loader.bundles.fp8:FineGrainedFP8",
-        reference="finegrained-fp8",
         requires=Requires(
             cuda_capability=SpecifierSet(">=8.9"),
             cuda_toolkit=SpecifierSet(">=12.8,<14"),
@@ -56,12 +82,49 @@ def test_a_manifest_of_every_key_is_read() -> None:
             gfx=("gfx942", "gfx90a"),
             python=("einops>=0.8", "numpy"),
         ),
-        entrypoints={
-            "fp8_matmul": Entrypoint("matmul_2d"),
-            "nested": Entrypoint("layers.Gelu"),
-            "table": Entrypoint("make.table", call=True),
+        entrypoints=entrypoints,
+        guards={
+            "fp8_matmul": (
+                Guard("contiguous"),
+                Guard("empty", SpecifierSet("<=4")),
+                Guard("vector", SpecifierSet("<=4")),
+                Guard("zero-tail"),
+            )
         },
+        alternatives=(
+            Manifest(
+                **kernel,
+                repo="org/other",
+                revision="main",
+                backends=("xpu",),
+                requires=Requires(torch=SpecifierSet(">=2.10")),
+                entrypoints=entrypoints,
+                guards={"nested": (Guard("no-gradient"),)},
+            ),
+            Manifest(**kernel, repo="org/third", version=2, entrypoints={"fp8_matmul": Entrypoint("matmul")}),
+        ),
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [(3, ("contiguous", "empty")), (4, ("contiguous",)), (None, ("contiguous", "empty"))],
+)
+def test_guards_are_those_of_a_version_and_all_where_it_is_not_known(version: int | None, names: object) -> None:
+    guards = {"a": ["contiguous", {"guard": "empty", "versions": "<4"}], "b": [{"guard": "empty", "versions": ">9"}]}
+    manifest = Manifest.from_table(LEAST | REPO | {"guards": guards}, "a.toml")
+    found = manifest.guards_of(version)
+    assert found["a"] == names
+    assert ("b" in found) == (version is None)
+
+
+def test_a_kernel_without_its_guards_is_otherwise_the_same() -> None:
+    guards = {"guards": {"a": ["contiguous"]}}
+    table = LEAST | REPO | guards | {"alternatives": [REPO | guards, REPO]}
+    manifest = Manifest.from_table(table, "a.toml")
+    bare = Manifest.from_table(LEAST | REPO | {"alternatives": [REPO, REPO]}, "a.toml")
+    assert manifest.unguarded() == bare
+    assert manifest != bare
 
 
 def test_a_name_and_a_reference_are_enough() -> None:
@@ -69,6 +132,7 @@ def test_a_name_and_a_reference_are_enough() -> None:
     assert manifest == Manifest(name="activation", reference="activation")
     assert manifest.requires == Requires()
     assert manifest.file == "a.toml"
+    assert (manifest.guards, manifest.alternatives) == ({}, ())
 
 
 @pytest.mark.parametrize("at", [{"version": 1}, {"version": 0}, {"revision": "main"}, {"revision": "refs/pr/3"}])
@@ -92,14 +156,12 @@ def test_where_it_was_read_takes_no_part_in_comparison() -> None:
 
 
 def test_a_manifest_is_a_value() -> None:
-    manifest = Manifest.from_table(LEAST | {"entrypoints": {"a": "b"}, "requires": {"torch": ">=2.9"}}, "a.toml")
+    table = LEAST | REPO | {"entrypoints": {"a": "b"}, "requires": {"torch": ">=2.9"}, "guards": {"a": ["empty"]}}
+    manifest = Manifest.from_table(table | {"alternatives": [REPO]}, "a.toml")
     back = pickle.loads(pickle.dumps(manifest))
     assert back == manifest
     assert hash(back) == hash(manifest)
     assert manifest != Manifest.from_table(LEAST, "a.toml")
-
-
-REPO = {"repo": "org/a", "version": 1}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +231,27 @@ REPO = {"repo": "org/a", "version": 1}
         ({"entrypoints": {"a": {"call": 1}}}, "entrypoints.a.call"),
         ({"entrypoints": {"a": {"call": "b("}}}, "entrypoints.a.call"),
         ({"entrypoints": {"a": {"call": "b", "args": []}}}, "entrypoints.a.args"),
+        ({"grid": "module"}, "grid"),
+        ({"grid": 1}, "grid"),
+        ({"guards": {"a": ["contiguous"]}}, ""),
+        (REPO | {"guards": ["contiguous"]}, "guards"),
+        (REPO | {"guards": {"a": "contiguous"}}, "guards.a"),
+        (REPO | {"guards": {"a": [1]}}, "guards.a[0]"),
+        (REPO | {"guards": {"a": ["contiguous", "contigous"]}}, "guards.a[1]"),
+        (REPO | {"guards": {"a": [{"versions": "<2"}]}}, "guards.a[0]"),
+        (REPO | {"guards": {"a": [{"guard": "empty", "version": "<2"}]}}, "guards.a[0].version"),
+        (REPO | {"guards": {"a": [{"guard": "empty", "versions": "2"}]}}, "guards.a[0].versions"),
+        (REPO | {"guards": {"a": [{"guard": ["empty", "full"]}]}}, "guards.a[0].guard[1]"),
+        ({"alternatives": [REPO]}, ""),
+        (REPO | {"alternatives": REPO}, "alternatives"),
+        (REPO | {"alternatives": [{}]}, "alternatives[0]"),
+        (REPO | {"alternatives": [REPO, {"repo": "org/b"}]}, "alternatives[1]"),
+        (REPO | {"alternatives": [{"repo": "b", "version": 1}]}, "alternatives[0].repo"),
+        (REPO | {"alternatives": [REPO | {"name": "b"}]}, "alternatives[0].name"),
+        (REPO | {"alternatives": [REPO | {"reference": "b"}]}, "alternatives[0].reference"),
+        (REPO | {"alternatives": [REPO | {"alternatives": []}]}, "alternatives[0].alternatives"),
+        (REPO | {"alternatives": [REPO | {"guards": {"a": ["b"]}}]}, "alternatives[0].guards.a[0]"),
+        (REPO | {"alternatives": [REPO | {"entrypoints": {"a": 1}}]}, "alternatives[0].entrypoints.a"),
         ({"verison": 1}, "verison"),
         ({"x": {}}, "x"),
         ({1: 2}, "1"),
@@ -190,8 +273,16 @@ def test_a_misspelt_key_is_told_the_right_one(key: str, near: str) -> None:
         Manifest.from_table(LEAST | {key: "x"}, "a.toml")
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("zero_tail", "did you mean zero-tail"), ("q", "there are contiguous, current-device")]
+)
+def test_a_misspelt_guard_is_told_the_right_one(name: str, told: str) -> None:
+    with pytest.raises(ManifestError, match=f"is no guard; {told}"):
+        Manifest.from_table(LEAST | REPO | {"guards": {"a": [name]}}, "a.toml")
+
+
 def test_a_key_like_no_other_is_told_all_keys() -> None:
-    with pytest.raises(ManifestError, match="backends, bundle, entrypoints"):
+    with pytest.raises(ManifestError, match="alternatives, backends, bundle, entrypoints"):
         Manifest.from_table(LEAST | {"zzz": "x"}, "a.toml")
 
 
@@ -231,7 +322,8 @@ def test_a_version_too_long_for_python_is_refused_or_kept(key: str) -> None:
 
 WORDS = st.sampled_from(
     ["name", "summary", "repo", "version", "revision", "backends", "bundle", "reference", "requires", "entrypoints",
-     "cuda-capability", "gfx", "python", "torch", "driver", "call", "a", "org/a", "cuda", "m:C", ">=1", "einops>=1"]
+     "cuda-capability", "gfx", "python", "torch", "driver", "call", "a", "org/a", "cuda", "m:C", ">=1", "einops>=1",
+     "alternatives", "guards", "guard", "versions", "grid", "empty"]
 )  # fmt: skip
 VALUE = st.recursive(
     st.booleans() | st.integers() | st.floats() | st.dates() | st.text(max_size=6) | WORDS,

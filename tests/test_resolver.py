@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
+from packaging.specifiers import SpecifierSet
 
 from kernel_loader.errors import MetadataError, NoCompatibleBuild
 from kernel_loader.manifest import Manifest
 from kernel_loader.metadata import Metadata
-from kernel_loader.resolver import resolve
+from kernel_loader.resolver import Resolution, resolve
+from kernel_loader.rules import Advisory, Note
 from tests.builds import CPU_HOST, H200
 
 # Best first on an H200 with torch 2.11 and CUDA 13.0.
@@ -232,3 +234,120 @@ def test_builds_in_doubt_that_are_passed_over_are_named():
     host = replace(HOST, unknown=frozenset({"glibc"}))
     text = resolve(["torch211-cu130-x86_64-linux", "torch-cuda"], host).explain()
     assert "In doubt, and passed over: torch211-cu130-x86_64-linux" in text
+
+
+# --- advisories -----------------------------------------------------------------------------------------------------
+
+FAULT = Advisory("the-id", "org/k", "reject", "it fails", "Use another.", "issue 1", versions=SpecifierSet("<=2"))
+
+
+def test_an_advisory_counts_for_the_version_that_a_build_names():
+    versions = {"torch-cuda": 1, "torch-universal": 3}
+
+    def chosen(**asked):
+        found = resolve(
+            versions, HOST, advisories=[FAULT], read_metadata=lambda n: Metadata(version=versions[n]), **asked
+        )
+        return found.chosen.name
+
+    assert chosen() == "torch-universal"
+    assert chosen(version=1) == "torch-universal"
+    versions = {"torch-cuda": None, "torch-universal": None}
+    assert chosen(version=3) == "torch-cuda"
+
+
+def test_where_names_alone_decide_the_version_that_was_asked_for_counts():
+    assert resolve(["torch-cuda"], HOST, version=3, advisories=[FAULT]).chosen
+    rejected = resolve(["torch-cuda"], HOST, version=2, advisories=[FAULT])
+    assert rejected.chosen is None
+    assert [reason.code for reason in rejected.nearest.reasons] == ["advisory"]
+
+
+def test_a_doubt_gives_way_to_what_is_accepted_and_is_refused_by_strict():
+    doubt = FAULT._replace(effect="doubt", versions=SpecifierSet("==1"))
+    versions = {"torch-cuda": 1, "torch-universal": 2}
+    read = lambda name: Metadata(version=versions[name])  # noqa: E731
+    assert resolve(versions, HOST, advisories=[doubt], read_metadata=read).chosen.name == "torch-universal"
+    versions["torch-universal"] = 1
+    assert resolve(versions, HOST, advisories=[doubt], read_metadata=read).chosen.name == "torch-cuda"
+    assert resolve(versions, HOST, advisories=[doubt], read_metadata=read, strict=True).chosen is None
+
+
+def test_a_warning_is_shown_and_the_build_is_accepted_and_none_is_nearest():
+    warn = FAULT._replace(effect="warn")
+    resolution = resolve(["torch-cuda"], HOST, version=1, advisories=[warn], read_metadata=lambda _: Metadata())
+    assert resolution.chosen.status == "accepted"
+    assert resolution.chosen.reasons == ()
+    assert resolution.chosen.notes == (
+        Note("advisory", "known fault the-id: it fails", "Use another. Reported: issue 1."),
+    )
+    assert resolution.nearest is None
+    assert "fits\n" in resolution.explain()
+    assert "known fault the-id: it fails\n" in resolution.explain()
+    (verdict,) = json.loads(resolution.to_json())["verdicts"]
+    assert verdict["notes"][0]["code"] == "advisory"
+    assert pickle.loads(pickle.dumps(resolution)) == resolution
+
+
+# --- several repositories -------------------------------------------------------------------------------------------
+
+
+def several(first, second, embedded=None):
+    """A resolution with an alternative, of the builds of each."""
+    found = resolve(first, CPU_HOST, repo="org/first@v1")
+    other = resolve(second, CPU_HOST, repo="org/second@v2")
+    reference = resolve(embedded, CPU_HOST, repo="registry/k") if embedded else None
+    return found._replace(alternatives=(other,), reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "embedded", "taken", "conclusion"),
+    [
+        (["torch-cpu"], ["torch-cpu"], ["torch-cpu"], "org/first@v1", "Chosen: torch-cpu"),
+        (["torch-cuda"], ["torch-cpu"], ["torch-cpu"], "org/second@v2", "Chosen: torch-cpu, of org/second@v2"),
+        (["torch-cuda"], ["torch-rocm"], ["torch-cpu"], "registry/k", "Chosen: torch-cpu, embedded"),
+        (["torch-cuda"], [], ["torch-universal"], "registry/k", "Chosen: torch-universal, the reference"),
+        (["torch-cuda"], [], ["torch-rocm"], None, "Chosen: none"),
+        (["torch-cuda"], [], None, None, "Chosen: none"),
+    ],
+)
+def test_what_is_taken_is_of_the_first_that_chose(first, second, embedded, taken, conclusion):
+    resolution = several(first, second, embedded)
+    assert (resolution.taken and resolution.taken.repo) == taken
+    assert resolution.explain().splitlines()[-1] == conclusion
+
+
+def test_each_repository_is_shown_in_its_order_with_what_is_nearest_in_it():
+    text = several(["torch-cuda"], ["torch-rocm"], ["torch-universal"]).explain()
+    assert text.index("org/first@v1\n") < text.index("org/second@v2\n") < text.index("registry/k\n")
+    assert "None fits. Nearest: torch-cuda. Install a torch that was built for cuda." in text
+    assert "None of org/second@v2 fits. Nearest: torch-rocm. Install a torch that was built for rocm." in text
+    document = json.loads(several(["torch-cuda"], ["torch-rocm"], ["torch-universal"]).to_json())
+    assert [other["repo"] for other in document["alternatives"]] == ["org/second@v2"]
+    assert document["alternatives"][0]["nearest"] == "torch-rocm"
+    assert document["reference"]["chosen"] == "torch-universal"
+
+
+def test_guards_are_shown_for_what_is_taken():
+    resolution = several(["torch-cuda"], ["torch-cpu"])
+    guarded = resolution.alternatives[0]._replace(guards=("double: contiguous", "triple: empty"))
+    resolution = resolution._replace(alternatives=(guarded,))
+    assert resolution.explain().endswith(
+        "Chosen: torch-cpu, of org/second@v2\nGuarded: double: contiguous\nGuarded: triple: empty"
+    )
+    document = json.loads(resolution.to_json())
+    assert document["guards"] == []
+    assert document["alternatives"][0]["guards"] == ["double: contiguous", "triple: empty"]
+
+
+def test_an_error_tells_of_every_repository():
+    error = NoCompatibleBuild("org/first@v1", several(["torch-cuda", "junk"], ["torch-rocm"]))
+    assert error.nearest.name == "torch-cuda"
+    assert "No build of org/first@v1 runs on this host, nor one of org/second@v2 (3 looked at)" in str(error)
+    excluded = Resolution("org/first@v1", CPU_HOST, note="it is for cuda")
+    error = NoCompatibleBuild(
+        "org/first@v1", excluded._replace(alternatives=(several([], ["torch-rocm"]).alternatives))
+    )
+    assert error.nearest.name == "torch-rocm"
+    error = NoCompatibleBuild("org/first@v1", excluded._replace(alternatives=(several([], []).alternatives)))
+    assert "nor one of org/second@v2: it is for cuda; it has none." in str(error)

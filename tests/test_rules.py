@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from kernel_loader.host import Host, HostDevice
 from kernel_loader.manifest import Manifest
@@ -13,13 +14,20 @@ from kernel_loader.rules import (
     METADATA_RULES,
     NAME_RULES,
     REQUIRES_RULES,
+    Accept,
+    Advisory,
     Build,
+    Note,
     Reject,
     Requires,
     Unknown,
+    advisory_rule,
+    advisory_rules,
     cuda_arch_runs,
     gfx_runs,
+    is_version,
     judge,
+    version_of,
 )
 from kernel_loader.variant import Variant
 from tests.builds import CPU_HOST, H200
@@ -300,6 +308,7 @@ def test_every_code_of_a_rejection_has_its_place_in_the_order_of_effort():
 
 def test_outcomes_of_different_kinds_are_never_equal():
     assert Reject("a", "b", "c") != Unknown("a", "b", "c")
+    assert Note("a", "b", "c") != Unknown("a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -364,3 +373,89 @@ def test_no_torch_is_recommended_that_does_not_exist(host, name, remedy):
 )
 def test_metadata_of_another_backend_than_the_name_is_refused(name, said, expected):
     assert codes(H200, name, Metadata(backend=said)) == expected
+
+
+# --- advisories -----------------------------------------------------------------------------------------------------
+
+FAULT = Advisory("the-id", "org/k", "reject", "it fails", "Use another.", "issue 1")
+
+
+def advised(host: Host = H200, version: int | None = 1, metadata: Metadata | None = None, **about: object) -> object:
+    """What an advisory says of a build."""
+    about = {key: SpecifierSet(value) if key in SPECIFIERS else value for key, value in about.items()}
+    build = Build("torch-cuda", Variant.parse("torch-cuda"), metadata, version=version)
+    return advisory_rule(FAULT._replace(**about), host, build)
+
+
+SPECIFIERS = ("versions", "devices", "capability", "no_cuda_toolkit")
+TWO = replace(H200, devices=H200.devices * 2)
+NO_TOOLKIT = replace(H200, cuda_toolkit=None)
+
+
+@pytest.mark.parametrize(
+    ("host", "about", "applies"),
+    [
+        (H200, {}, True),
+        (CPU_HOST, {}, True),
+        (H200, {"versions": "<=1"}, True),
+        (H200, {"versions": "==1"}, True),
+        (H200, {"versions": "<1"}, False),
+        (H200, {"versions": ">=2"}, False),
+        (H200, {"devices": ">1"}, False),
+        (TWO, {"devices": ">1"}, True),
+        (replace(CPU_HOST, devices=TWO.devices), {"devices": ">1"}, False),
+        (replace(MI300, devices=MI300.devices * 2), {"devices": ">1"}, False),
+        (H200, {"capability": ">=9,<10"}, True),
+        (H200, {"capability": ">=10"}, False),
+        (replace(H200, devices=(*H200.devices, HostDevice(arch="10.0"))), {"capability": ">=10"}, True),
+        (H200, {"no_cuda_toolkit": ">=12.3"}, False),
+        (replace(H200, cuda_toolkit="12.2"), {"no_cuda_toolkit": ">=12.3"}, True),
+        (NO_TOOLKIT, {"no_cuda_toolkit": ">=12.3"}, True),
+        (replace(MI300, cuda_toolkit=None), {"no_cuda_toolkit": ">=12.3"}, False),
+        (TWO, {"devices": ">1", "versions": ">1"}, False),
+        (TWO, {"devices": ">1", "capability": "<9"}, False),
+    ],
+)
+def test_an_advisory_applies_where_all_its_conditions_hold(host, about, applies):
+    assert isinstance(advised(host, **about), Reject if applies else Accept)
+
+
+@pytest.mark.parametrize(
+    ("effect", "outcome", "in_doubt"), [("reject", Reject, Unknown), ("doubt", Unknown, Unknown), ("warn", Note, Note)]
+)
+def test_what_an_advisory_does(effect, outcome, in_doubt):
+    found = advised(effect=effect, when="for some calls")
+    assert type(found) is outcome
+    assert found.code == "advisory"
+    assert found.message == "known fault the-id: it fails (for some calls)"
+    assert found.remedy == "Use another. Reported: issue 1."
+    unseen = replace(H200, unknown=frozenset({"devices", "cuda_toolkit"}), devices=(), cuda_toolkit=None)
+    for about in ({"devices": ">1"}, {"capability": ">=9"}, {"no_cuda_toolkit": ">=12"}):
+        found = advised(unseen, effect=effect, **about)
+        assert type(found) is in_doubt
+        assert "which nobody knows here" in found.message
+    assert type(advised(version=None, effect=effect, versions="<2")) is in_doubt
+    assert isinstance(advised(replace(unseen, cuda=None), effect=effect, devices=">1"), Accept)
+
+
+def test_an_advisory_that_is_overruled_is_a_note_of_another_code():
+    found = advised(overruled="ignored by KERNEL_LOADER_IGNORE_ADVISORIES")
+    assert type(found) is Note
+    assert found.code == "advisory-overruled"
+    assert found.message.endswith("it fails; ignored by KERNEL_LOADER_IGNORE_ADVISORIES")
+
+
+def test_the_version_of_a_build_is_what_it_says_itself_or_else_what_was_asked_for():
+    assert version_of(Metadata(version=3), 1) == 3
+    assert version_of(Metadata(), 1) == 1
+    assert version_of(None, None) is None
+    assert isinstance(advised(version=1, metadata=Metadata(version=2), versions="<2"), Accept)
+    assert isinstance(advised(version=None, metadata=Metadata(version=1), versions="<2"), Reject)
+    assert [is_version(SpecifierSet("<2"), version) for version in (1, 2, None)] == [True, False, None]
+    assert is_version(None, None)
+
+
+def test_every_advisory_is_a_rule_of_its_own():
+    rules = advisory_rules([FAULT, FAULT._replace(id="another", effect="warn")])
+    found = judge(rules, H200, Build("torch-cuda", Variant.parse("torch-cuda")))
+    assert [type(outcome) for outcome in found] == [Reject, Note]

@@ -85,6 +85,14 @@ def test_disable_takes_names_with_commas_or_spaces_between() -> None:
     assert Settings.from_env(environ).disable == {"activation", "finegrained-fp8", "rotary"}
 
 
+def test_advisories_to_ignore_are_ids_with_commas_or_spaces_between() -> None:
+    environ = {"KERNEL_LOADER_IGNORE_ADVISORIES": "deep-gemm-devices, all,"}
+    assert Settings.from_env(environ).ignore_advisories == {"deep-gemm-devices", "all"}
+    assert Settings(ignore_advisories=["all"]).ignore_advisories == frozenset({"all"})
+    with pytest.raises(SettingsError, match="a collection of texts"):
+        Settings(ignore_advisories="all")
+
+
 def test_manifests_are_directories_in_their_order() -> None:
     environ = {"KERNEL_LOADER_MANIFESTS": os.pathsep.join(["/b", "", "/a"])}
     assert Settings.from_env(environ).manifests == (Path("/b"), Path("/a"))

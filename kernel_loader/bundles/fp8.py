@@ -33,9 +33,15 @@ Sources: DeepSeek-V3 technical report (arXiv:2412.19437), 3.3.2, for blocks of 1
 the inner product; OCP 8-bit Floating Point Specification for e4m3; OCP Microscaling Formats (MX) v1.0 for e2m1, E8M0
 and groups of 32. Parameter names are those of kernels-community/finegrained-fp8.
 
-The reference build does all of this. Code that must also run on the published Triton builds (version 4) keeps to what
-those do: A and B contiguous; N and K multiples of the block for experts; no gradient; `activation_scale` in block mode
-only; and no look at the rows of sentinels, which they leave unwritten.
+The reference build does all of this. So do the published Triton builds (version 4) behind the guards that the manifest
+puts around them (`kernel_loader.guards`), with these exceptions:
+
+- Other errors tell what is wrong (AssertionError, NotImplementedError), and values of indices are not looked at:
+  negative ids, and offsets that decrease, pass S or disagree, read and write elsewhere.
+- Blocks are powers of two. UE8M0 scales 0 and 255 are zero and infinity, save where tensor cores decode them.
+- Weights that are not contiguous are copied at each call; so are those of experts whose N or K is no multiple of a
+  tile, which is the block, and 256 in the other formats. Store them otherwise where that counts.
+- The gradient of weights of experts makes the host wait, once in backward.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command
             manifest = loader.catalog.get(name)
             row |= {"repo": manifest.repo, "summary": manifest.summary}
             resolution = loader.resolve(name)
-            row["build"] = resolution.chosen.name if resolution.chosen else _reference(resolution.reference)
+            row["build"] = _taken(resolution)
         except NotCached:
             row["build"] = "not known yet (`kernel-loader explain` asks the Hub)"
         except KernelLoaderError as error:
@@ -67,8 +67,13 @@ def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command
         click.echo("\n".join([str(row["name"]), *(f"    {line}" for line in lines if line)]))
 
 
-def _reference(resolution: Any) -> str:  # noqa: ANN401 - a Resolution, whose module is imported only when it is needed
-    return f"{resolution.chosen.name} (reference)" if resolution is not None and resolution.chosen else "none"
+def _taken(resolution: Any) -> str:  # noqa: ANN401 - a Resolution, whose module is imported only when it is needed
+    taken = resolution.taken
+    if taken is None:
+        return "none"
+    if taken is resolution.reference:
+        return f"{taken.chosen.name} ({'reference' if taken.chosen.is_universal else 'embedded'})"
+    return taken.chosen.name if taken is resolution else f"{taken.chosen.name} of {taken.repo}"
 
 
 @click.command()
@@ -89,8 +94,7 @@ def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: b
     machine = options.read_host(host_file) if host_file else None
     resolution = default_loader().resolve(name, version=version, revision=revision, backend=backend, host=machine)
     click.echo(resolution.to_json() if as_json else resolution.explain())
-    reference = resolution.reference.chosen if resolution.reference else None
-    if resolution.chosen is None and reference is None:
+    if resolution.taken is None:
         raise click.exceptions.Exit(1)
 
 
@@ -113,7 +117,7 @@ def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None
         click.echo(json.dumps(facts, indent=2))
         return
     for key, value in facts.items():
-        click.echo(f"{key:12} {', '.join(value) if isinstance(value, list) else value}")
+        click.echo(f"{key:12} {', '.join(value) if isinstance(value, list | tuple) else value}")
 
 
 @click.command()

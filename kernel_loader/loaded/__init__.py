@@ -125,7 +125,7 @@ def _origin(kind: str, listing: Listing, variant: str, metadata: Metadata, fetch
         variant=variant,
         digest=fetched.digest,
         path=fetched.path,
-        reference=kind == "embedded",
+        reference=kind == "embedded" and variant == "torch-universal",
         why="another process loaded it, and sent an object of it",
     )
 

@@ -1,0 +1,89 @@
+"""Advisories: faults of particular versions of kernels that were publicly reported, as a TOML file lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, cast, get_args
+
+from kernel_loader.errors import ManifestError
+from kernel_loader.manifest import REPO, known, read_guard_name, read_specifier
+from kernel_loader.reading import Node
+from kernel_loader.rules import Advisory, Effect
+
+FILE_NAME: Final = "advisories.toml"
+
+_ID: Final = r"[a-z0-9][a-z0-9.\-]*"
+_SPECIFIERS: Final = ("versions", "devices", "capability", "no-cuda-toolkit")
+_NEEDED: Final = frozenset({"id", "repo", "effect", "fault", "remedy", "source"})
+_KEYS: Final = _NEEDED | {"when", "guard"} | set(_SPECIFIERS)
+
+
+def about(repo: str, files: Iterable[tuple[str, str]]) -> tuple[Advisory, ...]:
+    """What is known of a repository.
+
+    Args:
+        repo: its id.
+        files: name and text of each file. An advisory replaces one of the same id in a later file.
+
+    Raises:
+        ManifestError: a file is not TOML, or what it says of the repository cannot be read.
+    """
+    found: dict[str, Advisory] = {}
+    for file, text in files:
+        for advisory in parse(text, file, repo):
+            found.setdefault(advisory.id, advisory)
+    return tuple(found.values())
+
+
+def parse(text: str, file: str, repo: str | None = None) -> tuple[Advisory, ...]:
+    """Read the text of a file: a list of tables, `[[advisories]]`.
+
+    Args:
+        text: of the file.
+        file: how errors call it.
+        repo: the repository whose advisories are read; all of them where none is given.
+
+    Raises:
+        ManifestError: not TOML, an unknown key, a missing one, a value of the wrong form, or an id that stands twice.
+    """
+    import tomllib
+
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(file, "", f"not TOML ({error})") from error
+    root = Node(document, lambda path, detail: ManifestError(file, path, detail))
+    keys = known(root, frozenset({"advisories"}))
+    read: dict[str, Advisory] = {}
+    for node in keys["advisories"].items() if "advisories" in keys else ():
+        if repo is not None and isinstance(node.value, dict) and node.value.get("repo") != repo:
+            continue
+        advisory = _advisory(node)
+        if advisory.id in read:
+            node.error(f"there is another advisory {advisory.id}")
+        read[advisory.id] = advisory
+    return tuple(read.values())
+
+
+def _advisory(node: Node) -> Advisory:
+    keys = known(node, _KEYS)
+    if missing := _NEEDED - keys.keys():
+        node.error(f"the key {min(missing)} is missing")
+    effect = keys["effect"].text()
+    if effect not in get_args(Effect):
+        keys["effect"].error(f"{effect!r} is not one of {', '.join(get_args(Effect))}")
+    specifier = {name: read_specifier(keys[name]) for name in _SPECIFIERS if name in keys}
+    return Advisory(
+        id=keys["id"].text(_ID, "an id in lower case with dashes"),
+        repo=keys["repo"].text(REPO, "a repository id (organisation/name)"),
+        effect=cast("Effect", effect),
+        fault=keys["fault"].text(),
+        remedy=keys["remedy"].text(r"[^a-z].*\.", "a sentence"),
+        source=keys["source"].text(),
+        versions=specifier.get("versions"),
+        devices=specifier.get("devices"),
+        capability=specifier.get("capability"),
+        no_cuda_toolkit=specifier.get("no-cuda-toolkit"),
+        when=keys["when"].text() if "when" in keys else "",
+        guard=read_guard_name(keys["guard"]) if "guard" in keys else None,
+    )

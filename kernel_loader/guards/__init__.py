@@ -1,0 +1,77 @@
+"""Guards: what a bundle promises and a published build is known not to keep is mended, once, at load.
+
+A manifest names the guards of each function, by the versions of the repository that need them. They are put around the
+function in an order of their own, which is that of `GUARDS`, and nothing is put around a function that needs none. No
+guard makes the host wait for the device, save in backward where its description says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+# Name -> where the guard is, from the function outwards. The modules import torch, and are imported when a guard is
+# put around something.
+GUARDS: Final = {
+    "current-device": "calls",
+    "contiguous": "calls",
+    "whole-tiles": "fp8",
+    "zero-tail": "calls",
+    "zero-sentinels": "calls",
+    "zero-negative-groups": "calls",
+    "zero-places": "mxfp4",
+    "whole-weights": "mxfp4",
+    "static-scale": "fp8",
+    "float-scale": "fp8",
+    "wide-indices": "fp8",
+    "nan-scale": "fp8",
+    "vector": "fp8",
+    "empty": "calls",
+    "input-gradient": "gradient",
+    "no-gradient": "calls",
+}
+
+
+class Guarded:
+    """A function behind guards. It is called, named and documented as without them, and pickles where it does.
+
+    Attributes:
+        __wrapped__: the function itself.
+        guards: names of its guards, from the function outwards.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any], guards: Iterable[str]) -> None:
+        functools.update_wrapper(self, function)
+        chosen = frozenset(guards)
+        self.guards = tuple(name for name in GUARDS if name in chosen)
+        self._call = function
+        for name in self.guards:
+            self._call = functools.partial(_find(name), self._call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, with what its guards do before and after."""
+        return self._call(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Guarded):
+            return NotImplemented
+        return self.guards == other.guards and bool(self.__wrapped__ == other.__wrapped__)
+
+    def __hash__(self) -> int:
+        return hash((self.__wrapped__, self.guards))
+
+    def __repr__(self) -> str:
+        return f"<{self.__wrapped__!r} behind {', '.join(self.guards)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Guarded, (self.__wrapped__, self.guards)
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module = importlib.import_module(f"kernel_loader.guards.{GUARDS[name]}")
+    found: Callable[..., Any] = getattr(module, name.replace("-", "_"))
+    return found
