@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         prefetch as prefetch,
         resolve as resolve,
     )
+    from kernel_loader.conformance import prewarm as prewarm
     from kernel_loader.errors import (
         AbiMismatch as AbiMismatch,
         CyclicDependency as CyclicDependency,
@@ -78,6 +79,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "api": ("can_load", "load_kernel", "load_module", "loaded_kernels", "origin", "prefetch", "resolve"),
+    "conformance": ("prewarm",),
     "errors": (
         "AbiMismatch",
         "CyclicDependency",

@@ -1,0 +1,247 @@
+"""What a kernel is held against: a grid of calls, and a formula that says what each must return.
+
+A grid is a tuple of entries, one an entrypoint. The manifest of a kernel names it (`grid = "package.module:GRID"`); so
+does the table of a bundle class of one's own.
+
+    GRID = (
+        Entry(
+            entrypoint="scale_rows",
+            formula=lambda x, s: x.double() * s.double()[:, None],
+            cases=(Case("one row", lambda draw: Inputs(draw.normal(1, 64), draw.normal(1))),),
+            gradients=(0,),
+        ),
+    )
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Mode = Literal["eager", "compile", "graph", "backward"]
+MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+
+
+class Inputs:
+    """The arguments of one call.
+
+    Attributes:
+        args: by position. Those of the parameters that builds may call otherwise belong here.
+        kwargs: by name.
+    """
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever an entrypoint takes
+        self.args = args
+        self.kwargs = kwargs
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same arguments with every tensor changed, those within tuples, lists and namespaces too."""
+        args = [map_tensors(value, change) for value in self.args]
+        return Inputs(*args, **{name: map_tensors(value, change) for name, value in self.kwargs.items()})
+
+    def replace(self, keys: Sequence[int | str], change: Callable[[Any], Any]) -> Inputs:
+        """The same arguments with some of them changed. "0.weight" is what the first one, a namespace, holds."""
+        args = (_replaced(value, (index, str(index)), keys, change) for index, value in enumerate(self.args))
+        kwargs = {name: _replaced(value, (name, name), keys, change) for name, value in self.kwargs.items()}
+        return Inputs(*args, **kwargs)
+
+    def call(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - whatever an entrypoint returns
+        """What the function returns for these arguments."""
+        return function(*self.args, **self.kwargs)
+
+    def __getitem__(self, key: int | str) -> Any:  # noqa: ANN401 - one of the arguments
+        if isinstance(key, int):
+            return self.args[key]
+        first, _, attribute = key.partition(".")
+        value = self.args[int(first)] if first.isdigit() else self.kwargs[first]
+        return operator.attrgetter(attribute)(value) if attribute else value
+
+
+class Draw:
+    """Numbers for inputs, the same for a seed on every device: they are drawn on the CPU and moved.
+
+    Args:
+        device: where the inputs shall lie.
+        seed: of the numbers.
+    """
+
+    def __init__(self, device: torch.device | str, seed: int = 0) -> None:
+        self.device: Final = torch.device(device)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        """Normal numbers with mean 0 and deviation `scale`."""
+        return self.put((torch.randn(shape, generator=self._generator) * scale).to(dtype))
+
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float32, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Numbers within low and high."""
+        return self.put((torch.rand(shape, generator=self._generator) * (high - low) + low).to(dtype))
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Whole numbers, low included and high not."""
+        return self.put(torch.randint(low, high, shape, generator=self._generator).to(dtype))
+
+    def permutation(self, n: int) -> Tensor:
+        """0 .. n - 1 in some order, (n,) int64."""
+        return self.put(torch.randperm(n, generator=self._generator))
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """The tensor where the inputs lie."""
+        return tensor.to(self.device)
+
+    def strided(self, tensor: Tensor) -> Tensor:
+        """Equal values, (..., N), not contiguous: every second row and column of a larger tensor, the rest all ones."""
+        if tensor.ndim == 0:
+            return tensor
+        shape = [2 * size for size in tensor.shape[-2:]]
+        nbytes = tensor.element_size()
+        large = torch.full((*tensor.shape[:-2], *shape[:-1], shape[-1] * nbytes), 255, dtype=torch.uint8)
+        view = large.view(tensor.dtype).to(tensor.device)[..., ::2]
+        view = view[..., ::2, :] if tensor.ndim > 1 else view
+        view.copy_(tensor)
+        return view
+
+
+class Case(NamedTuple):
+    """One call.
+
+    Attributes:
+        name: unique among the cases of its entry; what is particular about it.
+        make: draws the arguments.
+        modes: in which it is tried; a case of what only some builds take may leave out some.
+        may_refuse: why a published build may raise for this call, as the bundle says; empty if it may not. To return
+            something wrong is a failure all the same.
+    """
+
+    name: str
+    make: Callable[[Draw], Inputs]
+    modes: tuple[Mode, ...] = MODES
+    may_refuse: str = ""
+
+
+class Tolerance(NamedTuple):
+    """How far an element may be from what is right: |got - want| <= row * rms(row of want) + each * |want| + least.
+
+    A row runs along the last dimension. Sums that cancel are as far off as their terms are large, so that the row, not
+    the element, sets the measure.
+
+    Attributes:
+        row: share of the root mean square of the row.
+        each: share of the element itself; None for two units in the last place of the dtype of the output.
+        least: absolute.
+    """
+
+    row: float = 0.0
+    each: float | None = None
+    least: float = 0.0
+
+
+EXACT_TO_THE_DTYPE: Final = Tolerance()
+
+
+class Work(NamedTuple):
+    """What a call has to do at least, for a roofline.
+
+    Attributes:
+        flops: floating-point operations, a multiply-add counting as two.
+        nbytes: bytes that must be read or written.
+        peak: the arithmetic, as a key of the table of devices: "fp8", "bf16", "tf32", "fp32".
+    """
+
+    flops: float
+    nbytes: float
+    peak: str = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What an entrypoint is held against.
+
+    Attributes:
+        entrypoint: the field of the bundle; dotted for what lies within one ("layers.RMSNorm").
+        cases: the calls.
+        formula: what is right, independent of every build: called like the entrypoint, returns the same structure in
+            float64 (or as it is, for integers). Where `gradients` are named, autograd differentiates it.
+        gradients: arguments that get a gradient, by position or name; "0.weight" is what the first one holds, which for
+            a layer is the namespace that stands for its module.
+        tolerance: of outputs.
+        gradient_tolerance: of gradients.
+        mutates: arguments that the entrypoint writes. The formula returns a tuple: what the entrypoint returns, then
+            what these shall hold.
+        canonical: brings an output into a form that can be compared, where several are right.
+        skip: a mode that the entrypoint does not promise -> why.
+        problem: draws the arguments for named sizes, for `bench` and `prewarm`.
+        sizes: what `bench` measures: arguments of `problem`.
+        prepare: (bundle, inputs) -> a call without arguments, for builds that want arguments in a form of their own:
+            `bench` makes the form once, outside of the time. None calls the entrypoint with the inputs.
+        work: of a problem of these sizes.
+    """
+
+    entrypoint: str
+    cases: Sequence[Case]
+    formula: Callable[..., Any]
+    gradients: tuple[int | str, ...] = ()
+    tolerance: Tolerance = EXACT_TO_THE_DTYPE
+    gradient_tolerance: Tolerance | None = None
+    mutates: tuple[int | str, ...] = ()
+    canonical: Callable[[Any], Any] | None = None
+    skip: Mapping[Mode, str] = field(default_factory=dict)
+    problem: Callable[..., Inputs] | None = None
+    sizes: Sequence[Mapping[str, Any]] = ()
+    prepare: Callable[[Any, Inputs], Callable[[], Any]] | None = None
+    work: Callable[..., Work] | None = None
+
+
+Grid = Sequence[Entry]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - any structure
+    """A structure of tuples, lists, dicts, namespaces and inputs with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Inputs):
+        return value.map(change)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, SimpleNamespace):
+        return SimpleNamespace(**map_tensors(vars(value), change))
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:  # noqa: ANN401 - any structure
+    """The tensors of a structure, in order."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, keep)
+    return found
+
+
+def _replaced(
+    value: Any,  # noqa: ANN401 - an argument
+    names: tuple[int | str, str],
+    keys: Sequence[int | str],
+    change: Callable[[Any], Any],
+) -> Any:  # noqa: ANN401
+    """The argument changed if a key is one of its names, or with what it holds under a longer name changed."""
+    if any(name in keys for name in names):
+        return change(value)
+    if not isinstance(value, SimpleNamespace):
+        return value
+    longer = {key: f"{names[1]}.{key}" for key in vars(value)}
+    return SimpleNamespace(**{k: _replaced(vars(value)[k], (n, n), keys, change) for k, n in longer.items()})

@@ -1,0 +1,1 @@
+"""The grids of the kernels that ship here, one module a family."""

@@ -1,0 +1,317 @@
+"""What is asked of a check, what it says, and how it is asked for on the command line."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+import kernel_loader
+from kernel_loader.conformance import Case, Entry, Inputs, Work, report
+from kernel_loader.conformance.grid import Draw, map_tensors, tensors_in
+from kernel_loader.conformance.measure import bench, prewarm
+from kernel_loader.conformance.plot import roofline
+from kernel_loader.conformance.roof import Roof
+from kernel_loader.conformance.runner import check
+from kernel_loader.errors import ManifestError, RequestError
+from tests.builds import write_build
+from tests.conformance import routed
+from tests.conformance.routed import FAULTS, RIGHT, broken
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "kernel_loader", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_part_can_be_asked_for(kernel):
+    name = kernel(RIGHT)
+    checked = check(name, only=["routed/rows", "routed/a row"], modes=("eager",), isolated=False)
+    assert {finding.case for finding in checked.findings} == {"a row", "rows"}
+    with pytest.raises(RequestError, match="the grid has no 'routed/nonsense'"):
+        check(name, only=["routed/nonsense"])
+    with pytest.raises(RequestError, match="no mode 'nonsense'"):
+        check(name, modes=("nonsense",))
+
+
+def test_findings_are_told_while_they_come(kernel):
+    told = []
+    checked = check(kernel(RIGHT), modes=("eager",), isolated=False, watch=told.append)
+    assert tuple(told) == checked.findings
+
+
+def test_a_kernel_needs_a_grid(kernel):
+    with pytest.raises(RequestError, match=r"routed has no grid[^`]*package.module:GRID"):
+        check(kernel(RIGHT, grid=None))
+    for grid in ("tests.conformance.routed:NONSENSE", "tests.nonsense:GRID", "tests.conformance.routed:RIGHT"):
+        with pytest.raises(ManifestError, match="grid"):
+            check(kernel(RIGHT, grid=grid))
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A bundle of a user's own, with a grid of its own."""
+
+    __kernel__: ClassVar[Any] = {
+        "name": "mine",
+        "repo": "org/routed",
+        "version": 1,
+        "grid": "tests.conformance.test_check:MY_GRID",
+    }
+
+    routed: Any
+
+
+MY_GRID = (
+    Entry(
+        entrypoint="routed",
+        formula=lambda x, ids, w: torch.zeros(len(x), w.shape[1]),
+        cases=(
+            Case(
+                "all sentinels",
+                lambda draw: Inputs(draw.normal(2, 3), draw.put(torch.tensor([9, 9])), draw.normal(1, 4, 3)),
+            ),
+        ),
+        skip={"compile": "it counts on the host"},
+    ),
+)
+
+
+WORKING_GRID = (
+    dataclasses.replace(routed.GRID[0], work=lambda *, t: Work(flops=2.0 * t * 8 * 5, nbytes=52.0 * t, peak="fp32")),
+)
+
+
+def test_a_bundle_of_ones_own_has_a_grid_of_its_own(kernel):
+    kernel(RIGHT)
+    checked = check(Mine, isolated=False)
+    assert checked.kernel == "mine"
+    assert not checked.failed
+    assert sum(finding.status == "passed" for finding in checked.findings) == 3
+    status, out, _ = run("check", "tests.conformance.test_check:Mine", "--mode", "eager")
+    assert (status, "3 passed" in out) == (0, True)
+
+
+def test_a_build_is_held_against_the_reference_where_it_has_one(kernel, workshop):
+    """The formula is right and the reference is not: a published build must do as the reference does."""
+    name = kernel(broken(*FAULTS["wrong scale"][:2]), reference="routed-reference")
+    write_build(workshop.manifests / "registry" / "routed-reference", "torch-universal", {"__init__.py": RIGHT})
+    checked = check(name, modes=("eager",), isolated=False)
+    assert checked.against == "its reference"
+    assert not checked.origin.reference
+    assert {finding.case for finding in checked.failed} == {"a row", "rows", "sentinels", "strided"}
+
+
+@pytest.mark.parametrize(
+    ("body", "statuses"),
+    [
+        ("raise ValueError('too few')", {"skipped"}),
+        ("return Routed.apply(x, ids, w) * 2", {"failed"}),
+        ("return Routed.apply(x, ids, w)", {"passed"}),
+    ],
+)
+def test_a_published_build_may_refuse_what_its_bundle_says_and_nothing_wrong(kernel, workshop, body, statuses):
+    source = RIGHT.replace("    return Routed.apply(x, ids, w)\n", f"    {body}\n")
+    name = kernel(source, reference="routed-reference", grid="tests.conformance.test_check:REFUSED_GRID")
+    write_build(workshop.manifests / "registry" / "routed-reference", "torch-universal", {"__init__.py": RIGHT})
+    checked = check(name, modes=("eager",), isolated=False)
+    own = [f for f in checked.findings if f.probe in ("value", "memory", "again")]
+    assert {f.status for f in own} == statuses
+    if statuses == {"skipped"}:
+        assert {f.detail for f in own} == {"refused, as it may: rows come by the dozen"}
+
+
+def test_a_reference_may_refuse_nothing(kernel):
+    source = RIGHT.replace("    return Routed.apply(x, ids, w)\n", "    raise ValueError('too few')\n")
+    checked = check(kernel(source, grid="tests.conformance.test_check:REFUSED_GRID"), modes=("eager",), isolated=False)
+    assert len(checked.failed) == 3
+
+
+REFUSED_GRID = (
+    dataclasses.replace(routed.GRID[0], cases=[routed.GRID[0].cases[2]._replace(may_refuse="rows come by the dozen")]),
+)
+
+
+def test_the_table_and_the_commands_below_it(kernel):
+    name = kernel(broken(*FAULTS["clamped sentinels"][:2]))
+    checked = check(name, isolated=False)
+    text = report.of_check(checked)
+    assert "routed on cpu: torch-universal from local org/routed" in text
+    assert ", against formulas" in text
+    assert "skipped 5 x eager/stream: streams are of CUDA and ROCm devices" in text
+    assert "9 passed, 6 FAILED" in text
+    command = next(line.strip() for line in text.splitlines() if line.strip().startswith("kernel-loader check"))
+    words = shlex.split(command)[1:]
+    status, out, _ = run(*words)
+    assert status == 1
+    assert "nan came, 0.0 is right" in out
+    assert "passed" in out
+
+
+def test_the_command_line_answers_in_json(kernel):
+    status, out, _ = run("check", kernel(RIGHT), "--mode", "eager,backward", "--only", "routed/a row", "--json")
+    answer = json.loads(out)
+    assert status == 0
+    assert answer["passed"] is True
+    assert answer["origin"]["repo"] == "org/routed"
+    assert {f["mode"] for f in answer["findings"]} == {"eager", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("routed", "--mode", "nonsense"), 1, "no mode 'nonsense'"),
+        (("routed", "--only", "nonsense"), 1, "Its entrypoints are routed"),
+        (("nonsense",), 1, "nonsense"),
+        (("tests.conformance.test_check:Nonsense",), 2, "cannot be imported"),
+        (("tests.conformance.test_check:run",), 2, "is no class"),
+    ],
+)
+def test_what_cannot_be_checked_is_said_in_a_paragraph(kernel, arguments, status, said):
+    kernel(RIGHT)
+    got, _, error = run("check", *arguments)
+    assert got == status
+    assert said in error
+
+
+def test_bench_measures_problems_against_a_roof(kernel, tmp_path):
+    name = kernel(RIGHT)
+    measured = bench(name, device="cpu")
+    assert [dict(t.sizes) for t in measured.timings] == [{"t": 16}, {"t": 64, "sentinels": False}]
+    for timing in measured.timings:
+        assert timing.first > 0
+        assert timing.steady > 0
+        assert (timing.reference, timing.roof, timing.work) == (None, None, None)
+    assert measured.roof.bandwidth > 1e6
+    table = report.of_bench(measured)
+    assert "t=64 sentinels=False" in table
+    assert json.loads(report.bench_to_json(measured))["timings"][0]["sizes"] == {"t": 16}
+    assert "the grid tells the work of no problem" in roofline(measured)
+    with pytest.raises(RequestError, match="names no problems for nonsense"):
+        bench(name, only=["nonsense"])
+    with pytest.raises(RequestError, match="is no problem for routed"):
+        bench(name, device="cpu", sizes=[{"rows": 3}])
+
+
+def test_bench_on_the_command_line_takes_sizes_and_draws(kernel, tmp_path):
+    name = kernel(RIGHT, grid="tests.conformance.test_check:WORKING_GRID")
+    plot = tmp_path / "roof.svg"
+    status, out, _ = run("bench", name, "--device", "cpu", "--size", "t=5", "--plot", str(plot))
+    assert status == 0
+    assert re.search(r"routed +t=5 ", out)
+    root = ET.fromstring(plot.read_text())
+    assert len(root.findall(".//{http://www.w3.org/2000/svg}circle")) == 2  # a problem, and its name
+    assert "routed t=5" in plot.read_text()
+    status, _, error = run("bench", name, "--size", "nonsense")
+    assert (status, "is not of the form" in error) == (2, True)
+
+
+def test_what_a_build_wants_in_a_form_of_its_own_is_made_once_and_is_not_timed(kernel):
+    bench(kernel(RIGHT, grid="tests.conformance.test_check:PREPARED_GRID"), device="cpu")
+    made, called = PREPARED
+    assert made == ["routed"]
+    assert called > 2
+
+
+PREPARED: list[Any] = [[], 0]
+
+
+def prepared(bundle, inputs):
+    PREPARED[0].append(bundle.routed.__name__)
+
+    def call():
+        PREPARED[1] += 1
+        return inputs.call(bundle.routed)
+
+    return call
+
+
+PREPARED_GRID = (dataclasses.replace(routed.GRID[0], sizes=[{"t": 4}], prepare=prepared),)
+
+
+def test_the_roof_is_the_longer_of_arithmetic_and_traffic():
+    roof = Roof(bandwidth=100.0, flops={"bf16": 1000.0})
+    assert roof.seconds(Work(flops=2000, nbytes=100)) == 2.0
+    assert roof.seconds(Work(flops=10, nbytes=100)) == 1.0
+    assert roof.seconds(Work(flops=1e9, nbytes=100, peak="fp8")) == 1.0  # a peak that the device has not
+
+
+def test_prewarm_calls_each_problem_once(kernel):
+    bundle = kernel_loader.load_kernel(kernel(RIGHT))
+    inputs = Inputs(torch.zeros(1, 3), torch.tensor([0]), torch.zeros(1, 4, 3))
+    called = kernel_loader.prewarm(bundle, {"routed": [{"t": 3}, inputs]}, device="cpu", backward=True)
+    assert [(entrypoint, problem) for entrypoint, problem, _ in called] == [("routed", {"t": 3}), ("routed", inputs)]
+    assert all(seconds > 0 for _, _, seconds in called)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({"nonsense": [{"t": 3}]}, "the grid of routed has no 'nonsense'"),
+        ({"routed": [{"rows": 3}]}, r"no problem for routed[^`]*Sizes: t"),
+        ({"routed": [{"t": 2}, {}]}, "no problem for routed"),
+    ],
+)
+def test_prewarm_calls_nothing_unless_all_problems_are_known(kernel, shapes, said):
+    source = RIGHT.replace("def routed(x, ids, w):\n", "def routed(x, ids, w):\n    raise AssertionError\n")
+    bundle = kernel_loader.load_kernel(kernel(source))
+    with pytest.raises(RequestError, match=said):
+        prewarm(bundle, shapes, device="cpu")
+    with pytest.raises(RequestError, match="was not loaded"):
+        prewarm(object(), {})
+
+
+def test_draws_are_the_same_for_a_seed():
+    for make in (
+        lambda d: d.normal(3, 4, dtype=torch.bfloat16, scale=2),
+        lambda d: d.uniform(5, low=-1, high=1),
+        lambda d: d.integers(2, 5, 7),
+        lambda d: d.permutation(9),
+        lambda d: d.strided(d.normal(3, 4)),
+    ):
+        assert torch.equal(make(Draw("cpu", 3)), make(Draw("cpu", 3)))
+        assert not torch.equal(make(Draw("cpu", 3)), make(Draw("cpu", 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (5,), (), (0, 3), (1, 1)])
+def test_a_strided_draw_has_the_values_and_other_strides(shape, dtype):
+    draw = Draw("cpu")
+    tensor = draw.normal(*shape).to(dtype)
+    strided = draw.strided(tensor)
+    assert torch.equal(strided.float(), tensor.float())
+    assert strided.dtype == dtype
+    assert strided.is_contiguous() == (tensor.numel() < 2)
+
+
+def test_structures_are_walked_in_order():
+    class Pair(NamedTuple):
+        a: object
+        b: object
+
+    a, b, c = (torch.tensor(float(i)) for i in range(3))
+    value = {"x": [a, (b, 3)], "y": Pair(c, None)}
+    assert [id(t) for t in tensors_in(value)] == [id(t) for t in (a, b, c)]
+    changed = map_tensors(value, lambda tensor: tensor + 1)
+    assert isinstance(changed["y"], Pair)
+    assert [float(t) for t in tensors_in(changed)] == [1, 2, 3]
+    inputs = Inputs(a, [b], k=c)
+    assert [id(t) for t in tensors_in(inputs)] == [id(t) for t in (a, b, c)]
+    assert inputs[0] is a
+    assert inputs["k"] is c

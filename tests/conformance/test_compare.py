@@ -1,0 +1,75 @@
+"""When is something the same?"""
+
+import math
+import re
+
+import pytest
+import torch
+
+from kernel_loader.conformance import Tolerance
+from kernel_loader.conformance.compare import compare
+
+INF, NAN = float("inf"), float("nan")
+
+
+def differs(got, want, *, tolerance=None, same_dtype=False):
+    return compare(got, want, tolerance or Tolerance(), same_dtype=same_dtype)
+
+
+def test_equal_things_are_equal():
+    x = torch.tensor([1.0, 0.0, -2.0, NAN, INF, -INF])
+    assert differs(x, x.double()) == (0.0, "")
+    assert differs((x, [x, 3]), (x, [x, 3])) == (0.0, "")
+    assert differs(torch.empty(0, 4), torch.empty(0, 4).double()) == (0.0, "")
+    assert differs(torch.tensor(True), torch.tensor(True)) == (0.0, "")
+    assert differs(7, 7) == (0.0, "")
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "said"),
+    [
+        (torch.zeros(2), torch.zeros(3), r"shape \(2,\) came, \(3,\) is right"),
+        ((torch.zeros(2),), (torch.zeros(2), torch.zeros(2)), "1 tensors came, 2 are right"),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), r"1 of 2 elements differ, first at \[1\]: 2 came, 3 is right"),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), r"first at \[1\]: nan came, 2.0 is right"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, NAN]), r"first at \[1\]: 2.0 came, nan is right"),
+        (torch.tensor([INF]), torch.tensor([-INF]), "inf came, -inf is right"),
+        (torch.tensor([3e38]), torch.tensor([INF]), "came, inf is right"),
+        (torch.zeros(2, 3), torch.ones(2, 3), "6 of 6 elements, in 2 rows differ"),
+        ((torch.zeros(2), torch.zeros(2)), (torch.zeros(2), torch.ones(2)), "tensor 1: 2 of 2 elements"),
+        (6, 7, "6 came, 7 is right"),
+        (torch.tensor(1.0), torch.tensor(2.0), r"first at \[\]: 1.0 came, 2.0 is right"),
+    ],
+)
+def test_what_differs_is_said(got, want, said):
+    found = differs(got, want)
+    assert found.worst > 1
+    assert re.search(said, found.detail), found.detail
+
+
+def test_dtypes_count_where_they_should():
+    assert differs(torch.zeros(2), torch.zeros(2).bfloat16()).detail == ""
+    found = differs(torch.zeros(2), torch.zeros(2).bfloat16(), same_dtype=True)
+    assert "torch.float32 came, torch.bfloat16 is right" in found.detail
+
+
+def test_an_element_may_be_two_units_off_by_default():
+    want = torch.tensor([1.0], dtype=torch.float64)
+    eps = torch.finfo(torch.bfloat16).eps
+    assert differs(torch.tensor([1 + 2 * eps]).bfloat16(), want).detail == ""
+    assert differs(torch.tensor([1 + 3 * eps]).bfloat16(), want).detail != ""
+
+
+def test_a_sum_may_be_off_by_a_share_of_its_row():
+    want = torch.tensor([[100.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    tolerance = Tolerance(row=0.01)
+    assert differs((want + torch.tensor([[0.0, 0.7], [0.0, 0.0]])).float(), want, tolerance=tolerance).detail == ""
+    found = differs((want + torch.tensor([[0.0, 0.0], [0.0, 0.7]])).float(), want, tolerance=tolerance)
+    assert "first at [1, 1]" in found.detail
+    assert found.worst == pytest.approx(0.7 / (0.01 * math.sqrt(0.5)), rel=1e-3)
+
+
+def test_a_row_of_zeros_must_be_zeros():
+    want = torch.zeros(1, 4, dtype=torch.float64)
+    assert differs(torch.full((1, 4), 1e-30), want, tolerance=Tolerance(row=0.5)).detail != ""
+    assert differs(-torch.zeros(1, 4), want).detail == ""

@@ -1,0 +1,59 @@
+"""A kernel that is right passes; each way of being wrong is found, and said."""
+
+import pytest
+
+from kernel_loader.conformance.runner import check
+from tests.conformance.routed import ENDS_THE_PROCESS, FAULTS, HANGS, RIGHT, broken
+
+# What would write into memory of this process that is not guarded.
+IN_ANOTHER_PROCESS = {"off-by-one store", "store before the start"}
+
+
+def test_a_right_kernel_passes(kernel):
+    checked = check(kernel(RIGHT), isolated=False)
+    assert checked.failed == ()
+    assert checked.against == "formulas"
+    passed = [(f.case, f.mode, f.probe) for f in checked.findings if f.status == "passed"]
+    cases = ["no row", "a row", "rows", "sentinels", "strided"]
+    probes = {"eager": ["value", "memory", "again"], "backward": ["value", "expanded", "memory"]}
+    assert passed == [(case, mode, probe) for case in cases for mode in probes for probe in probes[mode]]
+    reasons = {(f.mode, f.probe): f.detail for f in checked.findings if f.status == "skipped"}
+    assert reasons == {
+        ("eager", "stream"): "streams are of CUDA and ROCm devices",
+        ("eager", "device"): "there is no device beside the CPU",
+        ("compile", "value"): "the rows of an expert are counted on the host",
+        ("graph", "value"): "CUDA graphs are of CUDA and ROCm devices",
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_said(kernel, fault):
+    right, wrong, said = FAULTS[fault]
+    name = kernel(broken(right, wrong))
+    modes = ("backward",) if "gradient" in fault else ("eager",)
+    checked = check(name, modes=modes, isolated=fault in IN_ANOTHER_PROCESS)
+    assert checked.failed
+    assert any(said in finding.detail for finding in checked.failed), checked.failed
+
+
+def test_what_is_right_in_a_faulty_kernel_passes(kernel):
+    """A fault is found where it is, and nowhere else."""
+    checked = check(kernel(broken(*FAULTS["clamped sentinels"][:2])), modes=("eager",), isolated=False)
+    assert {finding.case for finding in checked.failed} == {"sentinels", "strided"}
+    checked = check(kernel(broken(*FAULTS["uninitialised rows"][:2])), modes=("eager",), isolated=False)
+    assert {finding.probe for finding in checked.failed} >= {"memory"}
+
+
+def test_a_kernel_that_ends_the_process_is_a_finding_and_the_rest_goes_on(kernel):
+    checked = check(kernel(broken(*ENDS_THE_PROCESS)), modes=("eager",))
+    assert [(f.case, f.probe, f.detail) for f in checked.failed] == [
+        ("a row", "value", "the process ended (signal 6)"),
+    ]
+    assert [f.case for f in checked.findings if f.probe == "memory"] == ["no row", "rows", "sentinels", "strided"]
+
+
+def test_a_kernel_that_hangs_is_a_finding_and_the_rest_goes_on(kernel):
+    name = kernel(broken(*HANGS))
+    checked = check(name, modes=("eager",), only=["routed/a row", "routed/rows"], deadline=20)
+    assert [(f.case, f.detail) for f in checked.failed] == [("a row", "nothing came for 20 s")]
+    assert any(f.case == "rows" and f.status == "passed" for f in checked.findings)
