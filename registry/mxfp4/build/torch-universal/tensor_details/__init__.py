@@ -1,0 +1,5 @@
+"""How codes lie in memory."""
+
+from . import layout
+
+__all__ = ["layout"]
