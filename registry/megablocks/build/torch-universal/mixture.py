@@ -3,6 +3,7 @@
 The roundings are those of a model in PyTorch: every product and sum is in the dtype of x.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,3 +44,14 @@ def _expert(rows: Tensor, experts: Any, number: int) -> Tensor:  # noqa: ANN401 
     activated = (up + 1) * (gate * torch.sigmoid(experts.alpha * gate))
     down: Tensor = activated @ experts.down_proj[number] + experts.down_proj_bias[number]
     return down
+
+
+def shared(
+    x: Tensor,
+    up: tuple[Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor | None],
+    activation: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """What an expert that every token goes through makes of x (..., H). up is (S, H) and (S,), down (H, S) and (H,)."""
+    act = functional.gelu if activation is None else activation
+    return functional.linear(act(functional.linear(x, *up)), *down)
