@@ -16,7 +16,13 @@ from kernel_loader.resolver import Resolution
 from kernel_loader.settings import Fallback
 
 if TYPE_CHECKING:
+    from kernel_loader.bundles.deep_gemm import DeepGEMM
     from kernel_loader.bundles.fp8 import FineGrainedFP8
+    from kernel_loader.bundles.megablocks import MegaBlocks
+    from kernel_loader.bundles.moe import MoEExperts
+    from kernel_loader.bundles.mxfp4 import MXFP4
+    from kernel_loader.bundles.nvfp4 import NVFP4GEMM
+    from kernel_loader.bundles.sonic_moe import SonicMoE
 
 _Bundle = TypeVar("_Bundle")
 
@@ -70,6 +76,60 @@ def load_kernel(
     backend: str | None = None,
     fallback: Fallback | None = None,
 ) -> FineGrainedFP8: ...
+@overload
+def load_kernel(
+    kernel: Literal["moe_experts", "moe-experts"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> MoEExperts: ...
+@overload
+def load_kernel(
+    kernel: Literal["deep_gemm", "deep-gemm"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> DeepGEMM: ...
+@overload
+def load_kernel(
+    kernel: Literal["megablocks"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> MegaBlocks: ...
+@overload
+def load_kernel(
+    kernel: Literal["mxfp4"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> MXFP4: ...
+@overload
+def load_kernel(
+    kernel: Literal["nvfp4_gemm", "nvfp4-gemm"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> NVFP4GEMM: ...
+@overload
+def load_kernel(
+    kernel: Literal["sonic_moe", "sonic-moe"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> SonicMoE: ...
 @overload
 def load_kernel(
     kernel: type[_Bundle],
