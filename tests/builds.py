@@ -1,6 +1,8 @@
 """Makes kernel repositories on disk, for tests."""
 
 import json
+import subprocess
+import sysconfig
 from pathlib import Path
 
 from kernel_loader.host import Host, HostDevice
@@ -61,3 +63,21 @@ def _toml(value: object) -> str:
 def counts_runs(file: Path) -> str:
     """Source that leaves one byte in a file each time it is executed."""
     return f"with open({str(file)!r}, 'a') as stream: stream.write('x')"
+
+
+def compile_library(source: str, library: Path) -> Path:
+    """Compile C++ against torch into a shared library.
+
+    torch.utils.cpp_extension knows the flags too, and imports setuptools, which puts packages of its own on sys.path.
+    """
+    import torch
+
+    home = Path(torch.__file__).parent
+    file = library.with_suffix(".cpp")
+    file.write_text(source)
+    includes = [home / "include", home / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    command = ["c++", "-std=c++20", "-O0", "-shared", "-fPIC", abi, *(f"-I{path}" for path in includes)]
+    command += [f"-L{home / 'lib'}", str(file), "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(library)]
+    subprocess.run(command, check=True, timeout=300)
+    return library

@@ -1,11 +1,8 @@
 """A build is not run when its ops would take the place of another's."""
 
-import subprocess
 import sys
-import sysconfig
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from kernel_loader.importer import import_build, module_name, package_directory
 from kernel_loader.metadata import Metadata
 from kernel_loader.op_namespaces import Claims, NamespaceTakenError, defined
 from kernel_loader.provenance import Origin
-from tests.builds import counts_runs, write_build
+from tests.builds import compile_library, counts_runs, write_build
 
 OPS_OF_KERNEL_BUILDER = """
 import torch
@@ -188,17 +185,7 @@ PyMODINIT_FUNC PyInit_ext(void) { return PyModule_Create(&module); }
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """A compiled module that registers ops with torch's own macros."""
-    directory = tmp_path_factory.mktemp("compiled")
-    (directory / "ext.cpp").write_text(COMPILED)
-    # torch.utils.cpp_extension knows these too, and imports setuptools, which puts packages of its own on sys.path.
-    home = Path(torch.__file__).parent
-    includes = [home / "include", home / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    command = ["c++", "-std=c++20", "-O0", "-shared", "-fPIC", abi, *(f"-I{path}" for path in includes)]
-    command += [f"-L{home / 'lib'}"]
-    command += [str(directory / "ext.cpp"), "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(directory / "ext.abi3.so")]
-    subprocess.run(command, check=True, timeout=300)
-    return directory / "ext.abi3.so"
+    return compile_library(COMPILED, tmp_path_factory.mktemp("compiled") / "ext.abi3.so")
 
 
 @pytest.mark.needs_compiler

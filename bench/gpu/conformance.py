@@ -25,7 +25,7 @@ import triton
 
 import kernel_loader
 from kernel_loader.conformance.grid import MODES
-from kernel_loader.conformance.runner import case_id, grid_of
+from kernel_loader.conformance.plan import case_id, grid_of
 
 PROCESSES = 14
 LIMIT = 400  # seconds

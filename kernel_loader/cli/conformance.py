@@ -28,7 +28,13 @@ _DEVICE: Final = click.option(
 @click.option(
     "--deadline", type=float, default=600.0, show_default=True, help="Seconds that a case may take in a mode."
 )
-@click.option("--in-process", is_flag=True, help="Work in this process, for a debugger. A crash ends it.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="How many work at a time, each on cases of its own. 0 works in this one, for a debugger; a crash ends it.",
+)
 @options.as_json
 def check(
     kernel: str,
@@ -36,8 +42,8 @@ def check(
     modes: str | None,
     only: tuple[str, ...],
     deadline: float,
-    in_process: bool,  # noqa: FBT001 - a flag of the command line
-    as_json: bool,  # noqa: FBT001
+    processes: int,
+    as_json: bool,  # noqa: FBT001 - a flag of the command line
 ) -> None:
     """Hold the build that KERNEL loads here against its reference, over the grid that its manifest names.
 
@@ -55,7 +61,7 @@ def check(
         modes=named,
         only=only,
         deadline=deadline,
-        isolated=not in_process,
+        processes=processes,
         watch=lambda finding: _progress(f"{finding.entrypoint}/{finding.case}, {finding.mode}: {finding.status}"),
     )
     _progress("")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernel_loader import api
 from kernel_loader.conformance.grid import Draw, Entry, Inputs, Work, tensors_in
+from kernel_loader.conformance.plan import default_device, grid_of, load
 from kernel_loader.conformance.probes import as_function
 from kernel_loader.conformance.roof import Roof, called, measure_roof, seconds, wall_seconds
-from kernel_loader.conformance.runner import default_device, grid_of, load
 from kernel_loader.errors import RequestError
 from kernel_loader.provenance import Origin
 

@@ -42,7 +42,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 def test_a_part_can_be_asked_for(kernel):
     name = kernel(RIGHT)
-    checked = check(name, only=["routed/rows", "routed/a row"], modes=("eager",), isolated=False)
+    checked = check(name, only=["routed/rows", "routed/a row"], modes=("eager",), processes=0)
     assert {finding.case for finding in checked.findings} == {"a row", "rows"}
     with pytest.raises(RequestError, match="the grid has no 'routed/nonsense'"):
         check(name, only=["routed/nonsense"])
@@ -52,7 +52,7 @@ def test_a_part_can_be_asked_for(kernel):
 
 def test_findings_are_told_while_they_come(kernel):
     told = []
-    checked = check(kernel(RIGHT), modes=("eager",), isolated=False, watch=told.append)
+    checked = check(kernel(RIGHT), modes=("eager",), processes=0, watch=told.append)
     assert tuple(told) == checked.findings
 
 
@@ -100,7 +100,7 @@ WORKING_GRID = (
 
 def test_a_bundle_of_ones_own_has_a_grid_of_its_own(kernel):
     kernel(RIGHT)
-    checked = check(Mine, isolated=False)
+    checked = check(Mine, processes=0)
     assert checked.kernel == "mine"
     assert not checked.failed
     assert sum(finding.status == "passed" for finding in checked.findings) == 3
@@ -112,7 +112,7 @@ def test_a_build_is_held_against_the_reference_where_it_has_one(kernel, workshop
     """The formula is right and the reference is not: a published build must do as the reference does."""
     name = kernel(broken(*FAULTS["wrong scale"][:2]), reference="routed-reference")
     write_build(workshop.manifests / "registry" / "routed-reference", "torch-universal", {"__init__.py": RIGHT})
-    checked = check(name, modes=("eager",), isolated=False)
+    checked = check(name, modes=("eager",), processes=0)
     assert checked.against == "its reference"
     assert not checked.origin.reference
     assert {finding.case for finding in checked.failed} == {"a row", "rows", "sentinels", "strided"}
@@ -130,7 +130,7 @@ def test_a_published_build_may_refuse_what_its_bundle_says_and_nothing_wrong(ker
     source = RIGHT.replace("    return Routed.apply(x, ids, w)\n", f"    {body}\n")
     name = kernel(source, reference="routed-reference", grid="tests.conformance.test_check:REFUSED_GRID")
     write_build(workshop.manifests / "registry" / "routed-reference", "torch-universal", {"__init__.py": RIGHT})
-    checked = check(name, modes=("eager",), isolated=False)
+    checked = check(name, modes=("eager",), processes=0)
     own = [f for f in checked.findings if f.probe in ("value", "memory", "again")]
     assert {f.status for f in own} == statuses
     if statuses == {"skipped"}:
@@ -139,7 +139,7 @@ def test_a_published_build_may_refuse_what_its_bundle_says_and_nothing_wrong(ker
 
 def test_a_reference_may_refuse_nothing(kernel):
     source = RIGHT.replace("    return Routed.apply(x, ids, w)\n", "    raise ValueError('too few')\n")
-    checked = check(kernel(source, grid="tests.conformance.test_check:REFUSED_GRID"), modes=("eager",), isolated=False)
+    checked = check(kernel(source, grid="tests.conformance.test_check:REFUSED_GRID"), modes=("eager",), processes=0)
     assert len(checked.failed) == 3
 
 
@@ -150,7 +150,7 @@ REFUSED_GRID = (
 
 def test_the_table_and_the_commands_below_it(kernel):
     name = kernel(broken(*FAULTS["clamped sentinels"][:2]))
-    checked = check(name, isolated=False)
+    checked = check(name, processes=0)
     text = report.of_check(checked)
     assert "routed on cpu: torch-universal from local org/routed" in text
     assert ", against formulas" in text

@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 from kernel_loader.conformance.memory import PADDING, GuardedMemory
+from tests.builds import compile_library
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -138,14 +136,7 @@ TORCH_LIBRARY_IMPL(_kl_test_memory_cpp, CPU, m) { m.impl("past_the_end", &past_t
 
 @pytest.mark.needs_compiler
 def test_what_compiled_code_allocates_is_poisoned_and_guarded(tmp_path):
-    source, library = tmp_path / "op.cpp", tmp_path / "op.so"
-    source.write_text(SOURCE)
-    includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    libraries = Path(torch.__file__).parent / "lib"
-    where = [*(f"-I{path}" for path in includes), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
-    linked = ["-ltorch", "-ltorch_cpu", "-lc10"]
-    command = ["c++", "-shared", "-fPIC", "-std=c++20", "-O1", str(source), *where, *linked, "-o", str(library)]
-    subprocess.run(command, check=True)
+    library = compile_library(SOURCE, tmp_path / "op.so")
     program = f"""
 import torch
 from kernel_loader.conformance.memory import GuardedMemory

@@ -510,7 +510,7 @@ def test_the_triton_build_is_for_gpus_from_capability_8_on(triton, arch, build):
 @pytest.mark.parametrize("mode", ["eager", "graph", "backward"])
 def test_the_triton_build_is_right_over_the_grid(on_gpu, mode):
     assert kernel_loader.origin(kernel_loader.load_kernel("moe_experts")).variant == "torch-cuda"
-    checked = check("moe_experts", device="cuda", modes=(mode,), isolated=False)
+    checked = check("moe_experts", device="cuda", modes=(mode,), processes=0)
     assert checked.failed == ()
     assert any(finding.status == "passed" for finding in checked.findings)
 
@@ -519,7 +519,7 @@ def test_the_triton_build_is_right_over_the_grid(on_gpu, mode):
 def test_the_triton_build_compiles_to_one_graph(on_gpu):
     (plain, *_, fp8) = [entry.cases[0].name for entry in MOE_EXPERTS_GRID[:4]]
     names = [f"experts_forward/{name}" for name in (plain, "GPT-OSS", fp8)]
-    assert check("moe_experts", device="cuda", modes=("compile",), only=names, isolated=False).failed == ()
+    assert check("moe_experts", device="cuda", modes=("compile",), only=names, processes=0).failed == ()
 
 
 def on_device(dtype: torch.dtype = BF16, tokens: int = 700) -> list[Tensor]:

@@ -1,0 +1,120 @@
+"""What is to be checked of which build: the grid of a kernel, its jobs, and the two bundles that are compared."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from kernel_loader import api
+from kernel_loader.conformance.grid import Case, Entry, Grid, Mode
+from kernel_loader.conformance.probes import Finding, Subject, as_function, probe
+from kernel_loader.errors import ManifestError, RequestError
+from kernel_loader.loader import KernelLoader, spelt
+from kernel_loader.settings import Settings
+
+
+class Job(NamedTuple):
+    """One case in one mode."""
+
+    entry: int
+    case: int
+    mode: Mode
+
+
+class Plan(NamedTuple):
+    """What is to be checked; all that a process needs to know.
+
+    Attributes:
+        kernel: a registered name, with a version or revision after an @ if need be, or a bundle class.
+        device: where inputs lie.
+        jobs: cases in modes.
+    """
+
+    kernel: str | type
+    device: str
+    jobs: tuple[Job, ...]
+
+
+def grid_of(kernel: str | type) -> Grid:
+    """The grid that the manifest of a kernel, or the table of a bundle class, names.
+
+    Raises:
+        RequestError: it names none.
+        ManifestError: it cannot be imported, or is no grid.
+    """
+    manifest = api.default_loader().catalog.get(spelt(kernel)[0] if isinstance(kernel, str) else kernel)
+    if manifest.grid is None:
+        advice = 'Name a grid in its manifest: grid = "package.module:GRID". docs/conformance.md shows one.'
+        raise RequestError(f"{manifest.name} has no grid to be checked over", advice)
+    module, _, name = manifest.grid.partition(":")
+    try:
+        grid: Grid = operator.attrgetter(name)(importlib.import_module(module))
+    except Exception as error:  # whatever a user's module raises
+        raise ManifestError(manifest.file, "grid", f"{manifest.grid} cannot be imported ({error})") from error
+    if not grid or not all(isinstance(entry, Entry) for entry in grid):
+        raise ManifestError(manifest.file, "grid", f"{manifest.grid} is no sequence of Entry")
+    return grid
+
+
+def load(kernel: str | type, device: str) -> tuple[Any, Any]:
+    """The bundle of a kernel for a device, and that of its reference; None where the first is it, or there is none."""
+    cpu = "cpu" if device.partition(":")[0] == "cpu" else None
+    name, version, revision = spelt(kernel) if isinstance(kernel, str) else (kernel, None, None)
+    bundle = api.load_kernel(name, version=version, revision=revision, backend=cpu)
+    manifest = api.default_loader().catalog.get(name)
+    if api.origin(bundle).reference or manifest.reference is None:
+        return bundle, None
+    settings = Settings.from_env()
+    settings = replace(settings, disable=frozenset({*settings.disable, manifest.name}))
+    return bundle, KernelLoader(settings).load(name, backend="cpu")
+
+
+def default_device() -> str:
+    """What this machine computes on."""
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    return accelerator.type if accelerator is not None else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def jobs_of(grid: Grid, modes: Sequence[Mode], only: tuple[str, ...]) -> tuple[Job, ...]:
+    """The cases that are asked for, in each mode.
+
+    Raises:
+        RequestError: something that is asked for is not in the grid.
+    """
+    jobs, met = [], set()
+    for e, entry in enumerate(grid):
+        for c, case in enumerate(entry.cases):
+            asked = {entry.entrypoint, case_id(entry, case)} & set(only)
+            met |= asked
+            if asked or not only:
+                jobs += [Job(e, c, mode) for mode in modes]
+    if unknown := [name for name in only if name not in met]:
+        entrypoints = ", ".join(entry.entrypoint for entry in grid)
+        raise RequestError(
+            f"the grid has no {unknown[0]!r}", f"Its entrypoints are {entrypoints}; cases come after a /."
+        )
+    return tuple(jobs)
+
+
+def case_id(entry: Entry, case: Case) -> str:
+    """How a case is asked for."""
+    return f"{entry.entrypoint}/{case.name}"
+
+
+def findings_of(job: Job, plan: Plan, grid: Grid, bundle: Any, reference: Any) -> Iterator[Finding]:  # noqa: ANN401
+    """What comes of a job, with the two bundles of `load`."""
+    entry = grid[job.entry]
+    find = operator.attrgetter(entry.entrypoint)
+    subject = Subject(
+        entry=entry,
+        case=entry.cases[job.case],
+        function=as_function(find(bundle)),
+        reference=as_function(find(reference)) if reference is not None else None,
+        device=torch.device(plan.device),
+    )
+    yield from probe(subject, job.mode)
