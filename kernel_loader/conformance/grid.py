@@ -153,7 +153,7 @@ class Work(NamedTuple):
     Attributes:
         flops: floating-point operations, a multiply-add counting as two.
         nbytes: bytes that must be read or written.
-        peak: the arithmetic, as a key of the table of devices: "fp8", "bf16", "tf32", "fp32".
+        peak: the arithmetic, "fp8", "bf16", "fp16" or "fp32"; for another, only bytes set the roof.
     """
 
     flops: float

@@ -49,6 +49,8 @@ def measure_roof(device: torch.device, kinds: Iterable[str]) -> Roof:
 
 def _matmul_rate(kind: str, side: int, device: torch.device) -> float | None:
     """Operations in a second; None where torch has no such matmul for the device."""
+    if kind not in _DTYPES:
+        return None
     a = torch.ones(side, side, device=device).to(_DTYPES[kind])
     one = torch.ones((), device=device)
 

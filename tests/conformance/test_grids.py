@@ -18,7 +18,7 @@ from kernel_loader.conformance import Draw, Inputs
 from kernel_loader.conformance.grid import tensors_in
 from kernel_loader.conformance.runner import check, grid_of
 
-PEAKS = {"fp8", "bf16", "fp16", "tf32", "fp32"}
+PEAKS = {"fp8", "bf16", "fp16", "fp32"}
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 KERNELS = sorted(path.stem for path in MANIFESTS.glob("*.toml") if "grid" in tomllib.loads(path.read_text()))
 
