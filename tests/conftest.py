@@ -1,6 +1,11 @@
 """What several tests need: a place for kernels of their own, and no traces of the default loader."""
 
 import os
+
+# Workers that each use all cores stand in each other's way. Before torch is imported, which reads it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import subprocess
 import sys
 import tempfile

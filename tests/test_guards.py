@@ -14,7 +14,8 @@ from torch import Tensor
 import kernel_loader
 from kernel_loader.catalog import Catalog
 from kernel_loader.conformance.grids.fp8 import FINEGRAINED_FP8_GRID
-from kernel_loader.conformance.probes import PROBES, Subject
+from kernel_loader.conformance.probes import PROBES
+from kernel_loader.conformance.subject import Subject
 from kernel_loader.errors import ManifestError
 from kernel_loader.guards import GUARDS, Guarded
 from kernel_loader.loader import KernelLoader

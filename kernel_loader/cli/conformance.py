@@ -26,7 +26,11 @@ _DEVICE: Final = click.option(
     "--only", multiple=True, help="An entrypoint, or a case of one (entrypoint/case). May be given several times."
 )
 @click.option(
-    "--deadline", type=float, default=600.0, show_default=True, help="Seconds that a case may take in a mode."
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds that a case may take in a mode.",
 )
 @click.option(
     "--processes",
@@ -47,16 +51,16 @@ def check(
 ) -> None:
     """Hold the build that KERNEL loads here against its reference, over the grid that its manifest names.
 
-    KERNEL is a registered name, with a version or a revision after an @ if need be, or module:Class of a bundle. Looks
-    at outputs, at memory around them, at later calls, streams, torch.compile, CUDA graphs and gradients. Exits 1 when
-    anything failed, each with the command that shows it alone.
+    KERNEL is a registered name, with a version or a revision after an @ if need be; a capability, for the kernel that
+    serves it here; or module:Class of a bundle. Looks at outputs, at memory around them, at later calls, streams,
+    torch.compile, CUDA graphs and gradients. Exits 1 when anything failed, each with the command that shows it alone.
     """
     from kernel_loader.conformance import report, runner
     from kernel_loader.conformance.grid import MODES
 
     named: Any = tuple(modes.split(",")) if modes else MODES
     checked = runner.check(
-        _kernel(kernel),
+        _kernel(kernel, device),
         device=device,
         modes=named,
         only=only,
@@ -93,8 +97,10 @@ def bench(
     """
     from kernel_loader.conformance import measure, report
 
+    if plot is not None and not plot.parent.is_dir():
+        raise click.BadParameter(f"there is no directory {plot.parent}", param_hint="--plot")
     measured = measure.bench(
-        _kernel(kernel),
+        _kernel(kernel, device),
         device=device,
         only=only,
         sizes=[_sizes(text) for text in sizes],
@@ -108,14 +114,19 @@ def bench(
     click.echo(report.bench_to_json(measured) if as_json else report.of_bench(measured))
 
 
-def _kernel(spelt: str) -> str | type:
-    """A name, or the class that module:Class is."""
+def _kernel(spelt: str, device: str | None) -> str | type:
+    """A name, that of the kernel which serves a capability, or the class that module:Class is."""
     module, colon, name = spelt.partition(":")
     if not colon:
-        return spelt
+        from kernel_loader.api import default_loader
+        from kernel_loader.conformance.plan import default_device
+
+        on_cpu = (device or default_device()).partition(":")[0] == "cpu"
+        return default_loader().serving(spelt, backend="cpu" if on_cpu else None)
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m kernel_loader` has it
     try:
         found = operator.attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the module raises
         raise click.BadParameter(f"{spelt} cannot be imported ({error})") from error
     if not isinstance(found, type):
         raise click.BadParameter(f"{spelt} is no class")

@@ -48,7 +48,13 @@ class Inputs:
         return Inputs(*args, **{name: map_tensors(value, change) for name, value in self.kwargs.items()})
 
     def replace(self, keys: Sequence[int | str], change: Callable[[Any], Any]) -> Inputs:
-        """The same arguments with some of them changed. "0.weight" is what the first one, a namespace, holds."""
+        """The same arguments with some of them changed. "0.weight" is what the first one, a namespace, holds.
+
+        Raises:
+            KeyError: there is no such argument.
+        """
+        if missing := [key for key in keys if key not in self]:
+            raise KeyError(missing[0])
         args = (_replaced(value, (index, str(index)), keys, change) for index, value in enumerate(self.args))
         kwargs = {name: _replaced(value, (name, name), keys, change) for name, value in self.kwargs.items()}
         return Inputs(*args, **kwargs)
@@ -56,6 +62,17 @@ class Inputs:
     def call(self, function: Callable[..., Any]) -> Any:  # noqa: ANN401 - whatever an entrypoint returns
         """What the function returns for these arguments."""
         return function(*self.args, **self.kwargs)
+
+    def __contains__(self, key: int | str) -> bool:
+        try:
+            self[key]
+        except (IndexError, KeyError, AttributeError):
+            return False
+        return True
+
+    def tensors(self, keys: Sequence[int | str]) -> tuple[int | str, ...]:
+        """Those of the keys under which there is a tensor: an argument may be left out, or None."""
+        return tuple(key for key in keys if key in self and isinstance(self[key], Tensor))
 
     def __getitem__(self, key: int | str) -> Any:  # noqa: ANN401 - one of the arguments
         if isinstance(key, int):
@@ -176,6 +193,7 @@ class Entry:
         gradient_tolerance: of gradients.
         mutates: arguments that the entrypoint writes. The formula returns a tuple: what the entrypoint returns, then
             what these shall hold.
+        dtypes: of outputs, besides those that arguments have or are.
         canonical: brings an output into a form that can be compared, where several are right.
         skip: a mode that the entrypoint does not promise -> why.
         problem: draws the arguments for named sizes, for `bench` and `prewarm`.
@@ -192,12 +210,21 @@ class Entry:
     tolerance: Tolerance = EXACT_TO_THE_DTYPE
     gradient_tolerance: Tolerance | None = None
     mutates: tuple[int | str, ...] = ()
+    dtypes: Sequence[torch.dtype] = ()
     canonical: Callable[[Any], Any] | None = None
     skip: Mapping[Mode, str] = field(default_factory=dict)
     problem: Callable[..., Inputs] | None = None
     sizes: Sequence[Mapping[str, Any]] = ()
     prepare: Callable[[Any, Inputs], Callable[[], Any]] | None = None
     work: Callable[..., Work] | None = None
+
+    def __post_init__(self) -> None:
+        names = [case.name for case in self.cases]
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{self.entrypoint} has two cases {doubled[0]!r}")
+        for mode in (*self.skip, *(mode for case in self.cases for mode in case.modes)):
+            if mode not in MODES:
+                raise ValueError(f"{self.entrypoint}: there is no mode {mode!r}; there are {', '.join(MODES)}")
 
 
 Grid = Sequence[Entry]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernel_loader import api
 from kernel_loader.conformance.grid import Draw, Entry, Inputs, Work, tensors_in
-from kernel_loader.conformance.plan import default_device, grid_of, load
-from kernel_loader.conformance.probes import as_function
+from kernel_loader.conformance.plan import default_device, grid_of, has, load, trouble_with
 from kernel_loader.conformance.roof import Roof, called, measure_roof, seconds, wall_seconds
+from kernel_loader.conformance.subject import as_function
 from kernel_loader.errors import RequestError
 from kernel_loader.provenance import Origin
 
@@ -81,12 +81,15 @@ def bench(
         RequestError: the kernel has no grid, or the grid names no problems for what was asked, or not of these sizes.
         As `load_kernel`.
     """
-    only = frozenset(only)
-    entries = [e for e in grid_of(kernel) if e.problem and (e.sizes or sizes) and (not only or e.entrypoint in only)]
+    only, grid = frozenset(only), grid_of(kernel)
+    if unknown := only - {entry.entrypoint for entry in grid}:
+        known = ", ".join(dict.fromkeys(entry.entrypoint for entry in grid))
+        raise RequestError(f"the grid has no entrypoint {min(unknown)!r}", f"It has {known}.")
+    entries = [e for e in grid if e.problem and (e.sizes or sizes) and (not only or e.entrypoint in only)]
     if not entries or only - {entry.entrypoint for entry in entries}:
         missing = ", ".join(sorted(only - {entry.entrypoint for entry in entries})) or "any entrypoint"
         raise RequestError(f"the grid names no problems for {missing}", "Give its entry `problem` and `sizes`.")
-    where = torch.device(device if device is not None else default_device())
+    where = _usable(device)
     problems = [(entry, one) for entry in entries for one in sizes or entry.sizes]
     bundle, reference = load(kernel, str(where))
     roof = measure_roof(where, {work.peak for entry, one in problems if (work := work_of(entry, one))})
@@ -118,9 +121,13 @@ def prewarm(
         RequestError: the bundle was not loaded here, or its grid has no such entrypoint or sizes. Nothing was called.
     """
     origin = api.origin(bundle)
-    where = torch.device(device if device is not None else default_device())
+    where = _usable(device)
     ready = []
     for entrypoint, problems in shapes.items():
+        if not has(bundle, entrypoint):
+            raise RequestError(f"{type(bundle).__name__} has no {entrypoint!r}", "Name one of its entrypoints.")
+        if not isinstance(problems, (list, tuple)):
+            raise RequestError(f"the problems of {entrypoint} are {problems!r}", "Pass a list of sizes or Inputs.")
         for problem in problems:
             entry = None if isinstance(problem, Inputs) and not backward else _entry(bundle, origin, entrypoint)
             inputs = problem if isinstance(problem, Inputs) else draw(entry, problem, where)
@@ -161,7 +168,7 @@ def _first(function: Callable[..., Any], inputs: Inputs, gradients: Sequence[int
     if not gradients:
         with torch.no_grad():
             return wall_seconds(lambda: inputs.call(function), device)
-    leaves = inputs.replace(gradients, lambda value: value.detach().clone().requires_grad_())
+    leaves = inputs.replace(inputs.tensors(gradients), lambda value: value.detach().clone().requires_grad_())
 
     def both_ways() -> None:
         outputs: list[Tensor] = [tensor for tensor in tensors_in(leaves.call(function)) if tensor.requires_grad]
@@ -194,13 +201,26 @@ def draw(entry: Entry | None, sizes: Sizes, device: torch.device) -> Inputs:
         raise RequestError(what, "Pass Inputs that hold the arguments themselves.")
     try:
         return entry.problem(Draw(device), **sizes)
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise _no_problem(entry, sizes, error) from error
 
 
-def _no_problem(entry: Entry, sizes: Sizes, error: TypeError) -> RequestError:
+def _no_problem(entry: Entry, sizes: Sizes, error: Exception) -> RequestError:
     known = ", ".join(entry.sizes[0]) if entry.sizes else "not told"
-    return RequestError(f"{dict(sizes)} is no problem for {entry.entrypoint} ({error})", f"Sizes: {known}.")
+    what = f"{dict(sizes)} is no problem for {entry.entrypoint} ({str(error).partition(chr(10))[0]})"
+    return RequestError(what, f"Its sizes: {known}. Name the entrypoint, where others have other sizes (--only).")
+
+
+def _usable(device: str | None) -> torch.device:
+    """The device.
+
+    Raises:
+        RequestError: nothing can be computed there.
+    """
+    name = device if device is not None else default_device()
+    if trouble := trouble_with(name):
+        raise RequestError(f"nothing can be computed on {name} ({trouble})", "Name another device.")
+    return torch.device(name)
 
 
 def _entry(bundle: object, origin: Origin, entrypoint: str) -> Entry:

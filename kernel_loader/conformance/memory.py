@@ -2,8 +2,8 @@
 
 What a kernel allocates through torch is given from a larger block: `empty` comes full of ones in every bit (NaN in each
 float format, -1 in integers), and the bytes around a buffer are known, so that a store past its end is seen when they
-are looked at. This reaches what Python, Triton and C++ code allocates with torch's factory functions, within custom ops
-too. What a library allocates with cudaMalloc is not reached; neither is a store that goes further than `PADDING`.
+are looked at. This reaches what ops of torch make for Python, Triton and C++ code, within custom ops too. What was
+allocated before is not reached, nor what a library takes from the driver, nor a store further away than `PADDING`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_loader.conformance.grid import map_tensors, tensors_in
+
 # Bytes before and after a buffer: a multiple of what allocators align to (512), so that addresses are as they would be.
 PADDING: Final = 2048
 POISON: Final = 0xFF
 CANARY: Final = 0xA5
 
 _EMPTY: Final = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-_FILLED: Final = frozenset(
-    {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "clone"}
-)
 
 
 class _Buffer(NamedTuple):
@@ -43,7 +42,7 @@ class GuardedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         """A copy of an input, of the same strides, in guarded memory; what lies between its elements is guarded too."""
         with torch.no_grad():
             block, view = _allocate(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-            view.copy_(tensor)
+            _flat(view).copy_(_flat(tensor))
             self._buffers.append(_Buffer(what, block, view, block.clone()))
         return view
 
@@ -53,8 +52,9 @@ class GuardedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         Args:
             mutated: inputs that the entrypoint writes. Only what lies around them counts.
         """
+        buffers, self._buffers = self._buffers, []  # what is made here, within the mode, is of no interest
         found = []
-        for buffer in self._buffers:
+        for buffer in buffers:
             if buffer.before is not None:
                 if any(buffer.view is tensor for tensor in mutated):
                     _within(buffer.before, buffer.view).copy_(buffer.view)
@@ -64,6 +64,7 @@ class GuardedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
                 wrong[PADDING : PADDING + _extent(buffer.view)] = False
             if (count := int(wrong.sum())) > 0:
                 found.append(f"{buffer.what}: {_where(wrong, count, PADDING + _extent(buffer.view))}")
+        self._buffers = buffers
         return "; ".join(found)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -72,21 +73,28 @@ class GuardedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return self._inside(func, args, kwargs)
         name = func.overloadpacket.__name__
         result = func(*args, **kwargs)
-        if name not in _EMPTY | _FILLED or not _can_guard(result):
-            return result
-        block, view = _allocate(tuple(result.shape), result.stride(), result.dtype, result.device)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs)) if _can_guard(tensor)}  # noqa: SLF001
+        return map_tensors(result, lambda tensor: self._guarded(tensor, name, given))
+
+    def _guarded(self, tensor: Tensor, name: str, given: set[int]) -> Tensor:
+        """What an op made, in a block of its own; a view of what it was given, or that itself, stays as it is."""
+        if not _can_guard(tensor) or tensor.untyped_storage()._cdata in given:  # noqa: SLF001
+            return tensor
+        block, view = _allocate(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if name in _EMPTY:
             block[PADDING : PADDING + _extent(view)].fill_(POISON)
         else:
-            view.copy_(result)
-        what = f"buffer {len(self._buffers)}, {name} {tuple(result.shape)} {result.dtype}"
+            view.copy_(tensor)
+        what = f"buffer {len(self._buffers)}, {name} {tuple(tensor.shape)} {tensor.dtype}"
         self._buffers.append(_Buffer(what, block, view, None))
         return view
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401 - an op of any library
         """Call a custom op so that what it allocates comes here too."""
-        devices = [value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        key = getattr(torch._C.DispatchKey, devices[0].upper(), None) if devices else None  # noqa: SLF001
+        devices = {tensor.device.type for tensor in tensors_in((args, kwargs))}
+        # An op is of the accelerator where one of its arguments is there.
+        kinds = sorted(devices, key=lambda kind: kind == "cpu")
+        key = getattr(torch._C.DispatchKey, kinds[0].upper(), None) if kinds else None  # noqa: SLF001
         if key is None or not hasattr(func, "redispatch"):
             return func(*args, **kwargs)
         with self:  # below this mode for the op itself, and above it for what it calls
@@ -113,12 +121,22 @@ def _can_guard(tensor: object) -> bool:
 def _allocate(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """All bytes of a new block, and the tensor within it."""
+    """All bytes of a new block, and the tensor within it.
+
+    The tensor has a storage of its own: autograd and kernels take offset 0 for its start. The block must outlive it.
+    """
     like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - autograd takes the tensor for new, not for a view
         nbytes = _extent(like)
         block = torch.full((2 * PADDING + nbytes + -nbytes % 512,), CANARY, dtype=torch.uint8, device=device)
-        return block, _within(block, like)
+        view = torch.empty(0, dtype=dtype, device=device)
+        if nbytes:
+            start = block.data_ptr() + PADDING
+            storage = torch._C._construct_storage_from_data_pointer(start, block.device, nbytes)  # noqa: SLF001
+            view.set_(storage, 0, shape, stride)
+        else:
+            view = view.as_strided(shape, stride)
+        return block, view
 
 
 def _extent(tensor: Tensor) -> int:
@@ -127,6 +145,22 @@ def _extent(tensor: Tensor) -> int:
         return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + last) * tensor.element_size()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All memory from its first element to its last, what lies between them included."""
+    return tensor.as_strided((_extent(tensor) // tensor.element_size(),), (1,))
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Equal values at the same strides, in memory of its own."""
+    with torch.no_grad():
+        return _flat(tensor).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN included."""
+    return bool(((a == b) | (a != a) & (b != b)).all())  # noqa: PLR0124 - NaN
 
 
 def _within(block: Tensor, like: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,18 +14,20 @@ import torch
 
 from kernel_loader import api
 from kernel_loader.conformance.grid import Case, Entry, Grid, Mode
-from kernel_loader.conformance.probes import Finding, Subject, as_function, probe
+from kernel_loader.conformance.probes import PROBES, probe
+from kernel_loader.conformance.subject import Finding, Subject, as_function
 from kernel_loader.errors import ManifestError, RequestError
 from kernel_loader.loader import KernelLoader, spelt
 from kernel_loader.settings import Settings
 
 
 class Job(NamedTuple):
-    """One case in one mode."""
+    """One case in one mode, by their places in the grid, and the probes to make."""
 
     entry: int
     case: int
     mode: Mode
+    probes: tuple[str, ...]
 
 
 class Plan(NamedTuple):
@@ -53,12 +57,12 @@ def grid_of(kernel: str | type) -> Grid:
         raise RequestError(f"{manifest.name} has no grid to be checked over", advice)
     module, _, name = manifest.grid.partition(":")
     try:
-        grid: Grid = operator.attrgetter(name)(importlib.import_module(module))
+        found: object = operator.attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # whatever a user's module raises
         raise ManifestError(manifest.file, "grid", f"{manifest.grid} cannot be imported ({error})") from error
-    if not grid or not all(isinstance(entry, Entry) for entry in grid):
-        raise ManifestError(manifest.file, "grid", f"{manifest.grid} is no sequence of Entry")
-    return grid
+    if not isinstance(found, (tuple, list)) or not found or not all(isinstance(entry, Entry) for entry in found):
+        raise ManifestError(manifest.file, "grid", f"{manifest.grid} is no tuple of Entry")
+    return found
 
 
 def load(kernel: str | type, device: str) -> tuple[Any, Any]:
@@ -70,8 +74,29 @@ def load(kernel: str | type, device: str) -> tuple[Any, Any]:
     if api.origin(bundle).reference or manifest.reference is None:
         return bundle, None
     settings = Settings.from_env()
-    settings = replace(settings, disable=frozenset({*settings.disable, manifest.name}))
-    return bundle, KernelLoader(settings).load(name, backend="cpu")
+    settings = replace(settings, disable=frozenset({*settings.disable, manifest.name}), fallback=None)
+    with _quiet():  # that it is slow, and why it is taken, is no news here
+        return bundle, KernelLoader(settings).load(name, backend="cpu")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("kernel_loader")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def trouble_with(device: str) -> str:
+    """Why nothing can be computed on a device; empty if it can. After some faults it cannot any more."""
+    try:
+        torch.zeros(1, device=device).add_(1).item()
+    except Exception as error:  # noqa: BLE001 - torch raises one or another
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
 
 
 def default_device() -> str:
@@ -80,25 +105,40 @@ def default_device() -> str:
     return accelerator.type if accelerator is not None else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def jobs_of(grid: Grid, modes: Sequence[Mode], only: tuple[str, ...]) -> tuple[Job, ...]:
-    """The cases that are asked for, in each mode.
+def jobs_of(
+    kernel: str | type, bundle: object, grid: Grid, modes: Sequence[Mode], only: tuple[str, ...]
+) -> tuple[Job, ...]:
+    """The cases that are asked for, in each mode. A class of the caller's may have some of a kernel's entrypoints.
 
     Raises:
-        RequestError: something that is asked for is not in the grid.
+        RequestError: something that is asked for is not in the grid, or an entrypoint of that not in the bundle.
     """
     jobs, met = [], set()
     for e, entry in enumerate(grid):
+        if not has(bundle, entry.entrypoint):
+            if isinstance(kernel, type):
+                continue
+            raise RequestError(f"the grid is of {entry.entrypoint!r}, which the bundle has not", "Correct the grid.")
         for c, case in enumerate(entry.cases):
             asked = {entry.entrypoint, case_id(entry, case)} & set(only)
             met |= asked
             if asked or not only:
-                jobs += [Job(e, c, mode) for mode in modes]
+                jobs += [Job(e, c, mode, tuple(PROBES[mode])) for mode in modes]
     if unknown := [name for name in only if name not in met]:
         entrypoints = ", ".join(entry.entrypoint for entry in grid)
         raise RequestError(
             f"the grid has no {unknown[0]!r}", f"Its entrypoints are {entrypoints}; cases come after a /."
         )
     return tuple(jobs)
+
+
+def has(bundle: object, entrypoint: str) -> bool:
+    """Whether a bundle has an entrypoint."""
+    try:
+        operator.attrgetter(entrypoint)(bundle)
+    except AttributeError:
+        return False
+    return True
 
 
 def case_id(entry: Entry, case: Case) -> str:
@@ -117,4 +157,4 @@ def findings_of(job: Job, plan: Plan, grid: Grid, bundle: Any, reference: Any) -
         reference=as_function(find(reference)) if reference is not None else None,
         device=torch.device(plan.device),
     )
-    yield from probe(subject, job.mode)
+    yield from probe(subject, job.mode, job.probes)

@@ -2,110 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, NamedTuple
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernel_loader.conformance.compare import Difference, compare
-from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, map_tensors, tensors_in
-from kernel_loader.conformance.memory import GuardedMemory, soil
+from kernel_loader.conformance import gradients
+from kernel_loader.conformance.compare import Difference
+from kernel_loader.conformance.grid import Mode, map_tensors, tensors_in
+from kernel_loader.conformance.memory import GuardedMemory, copy_of, same, soil
 from kernel_loader.conformance.roof import synchronise
-
-Status = Literal["passed", "failed", "skipped"]
-Call = Callable[..., Any]
+from kernel_loader.conformance.subject import OTHER_SEED, BuildError, Finding, Skipped, Status, Subject
 
 # What torch raises when the device has failed, in releases that tell it from other errors.
 _DEVICE_ERROR: Final = getattr(torch, "AcceleratorError", ())
 
-# Seeds of the inputs that are checked, and of those that a kernel sees before, after or instead of them.
-_SEED: Final = 0
-_OTHER_SEED: Final = 1
 
-
-class Finding(NamedTuple):
-    """What came of one probe.
-
-    Attributes:
-        entrypoint: of the bundle.
-        case: name of the case.
-        mode: "eager", "compile", "graph" or "backward".
-        probe: what was looked at.
-        status: "passed", "failed" or "skipped".
-        detail: what is wrong, or why it was skipped.
-        worst: the largest error as a share of what is tolerated, where outputs were compared.
-    """
-
-    entrypoint: str
-    case: str
-    mode: Mode
-    probe: str
-    status: Status
-    detail: str = ""
-    worst: float | None = None
-
-
-class Skipped(Exception):  # noqa: N818 - no error
-    """The probe cannot be made here."""
-
-
-class Subject(NamedTuple):
-    """A case, with what is called and what is right.
-
-    Attributes:
-        entry: what the entrypoint is held against.
-        case: the call.
-        function: the entrypoint of the loaded build.
-        reference: that of the reference; None where the loaded build is the reference, which the formula is against.
-        device: where inputs lie.
-    """
-
-    entry: Entry
-    case: Case
-    function: Call
-    reference: Call | None
-    device: torch.device
-
-    def inputs(self, seed: int = _SEED, device: torch.device | None = None) -> Inputs:
-        """The arguments of the call."""
-        return self.case.make(Draw(device or self.device, seed))
-
-    def results(self, function: Call, inputs: Inputs) -> Any:  # noqa: ANN401 - any structure
-        """What a call returns, and after it the arguments that it writes."""
-        returned = inputs.call(function)
-        entry = self.entry
-        if entry.canonical is not None:
-            returned = entry.canonical(returned)
-        return (returned, *(inputs[key] for key in entry.mutates)) if entry.mutates else returned
-
-    def want(self, inputs: Inputs) -> Any:  # noqa: ANN401 - any structure
-        """What is right for the inputs. They are not written to."""
-        own = inputs.map(_copy)
-        if self.reference is not None:
-            return self.results(self.reference, own)
-        returned = own.call(self.entry.formula)
-        return (
-            self.entry.canonical(returned) if self.entry.canonical is not None and not self.entry.mutates else returned
-        )
-
-    def differs(self, got: Any, want: Any) -> Difference:  # noqa: ANN401 - any structure
-        """How far what came is from what is right."""
-        return compare(got, want, self.entry.tolerance, same_dtype=self.reference is not None)
-
-
-def as_function(entrypoint: Any) -> Call:  # noqa: ANN401 - what a bundle holds
-    """What is called: for the class of a layer its forward, whose first argument is the module."""
-    is_layer = isinstance(entrypoint, type) and issubclass(entrypoint, nn.Module)
-    function: Call = entrypoint.forward if is_layer else entrypoint
-    return function
-
-
-def probe(subject: Subject, mode: Mode) -> Iterator[Finding]:
-    """All that is looked at in a mode, one finding each."""
+def probe(subject: Subject, mode: Mode, names: Iterable[str] | None = None) -> Iterator[Finding]:
+    """All that is looked at in a mode, or some of it, one finding each."""
     entry, case = subject.entry, subject.case
-    for name, function in PROBES[mode].items():
+    may_refuse = bool(case.may_refuse) and subject.reference is not None
+    for name in PROBES[mode] if names is None else names:
+        function = PROBES[mode][name]
         finding = Finding(entry.entrypoint, case.name, mode, name, "passed")
         if mode in entry.skip or mode not in case.modes:
             yield finding._replace(status="skipped", detail=entry.skip.get(mode, "the case is not for this mode"))
@@ -114,21 +36,25 @@ def probe(subject: Subject, mode: Mode) -> Iterator[Finding]:
             difference = function(subject)
         except Skipped as skipped:
             yield finding._replace(status="skipped", detail=str(skipped))
-        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a finding
-            status, detail = _raised(error, subject)
-            yield finding._replace(status=status, detail=detail)
+        except BuildError as error:
+            if may_refuse and not isinstance(error.cause, _DEVICE_ERROR):
+                yield finding._replace(status="skipped", detail=f"refused, as it may: {case.may_refuse}")
+            else:
+                yield finding._replace(status="failed", detail=f"raised {_said(error.cause)}")
+        except Exception as error:  # noqa: BLE001 - a reference, a formula or a grid may raise anything
+            yield finding._replace(status="failed", detail=f"what it is held against raised {_said(error)}")
         else:
-            status = "failed" if difference.detail else "passed"
+            may_refuse = may_refuse and name == "reference"  # what was not refused at first may not be later
+            status: Status = "failed" if difference.detail else "passed"
             yield finding._replace(status=status, detail=difference.detail, worst=difference.worst)
 
 
-def _raised(error: Exception, subject: Subject) -> tuple[Status, str]:
-    """What an error says of a build: that it is wrong, or that it refuses what it may."""
-    may_refuse = subject.case.may_refuse if subject.reference is not None else ""
-    if may_refuse and not isinstance(error, _DEVICE_ERROR):
-        return "skipped", f"refused, as it may: {may_refuse}"
-    lines = str(error).strip().splitlines() or [""]
-    return "failed", f"raised {type(error).__name__}: {lines[0]}"
+def _said(error: Exception) -> str:
+    """An error in a line, with the place where it was raised."""
+    text = str(error).strip().partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{place}"
 
 
 # --- eager --------------------------------------------------------------------------------------------------------
@@ -139,7 +65,17 @@ def _value(subject: Subject) -> Difference:
     inputs = subject.inputs()
     want = subject.want(inputs)
     with torch.no_grad():
-        return subject.differs(subject.results(subject.function, inputs), want)
+        return subject.differs(subject.results(subject.function, inputs), want, inputs)
+
+
+def _reference(subject: Subject) -> Difference:
+    """What the build is held against is itself right by the formula."""
+    if subject.reference is None:
+        raise Skipped("the formula is what the build is held against")
+    inputs = subject.inputs()
+    with torch.no_grad():
+        got = subject.want(inputs)
+    return subject._replace(reference=None).differs(got, subject._replace(reference=None).want(inputs), inputs)
 
 
 def _memory(subject: Subject) -> Difference:
@@ -155,22 +91,22 @@ def _memory(subject: Subject) -> Difference:
     synchronise(subject.device)
     written = tuple(tensor for key in subject.entry.mutates for tensor in tensors_in(inputs[key]))
     if damage := memory.damage(written):
-        return Difference(float("inf"), damage)
-    return subject.differs(got, want)
+        return Difference(math.inf, damage)
+    return subject.differs(got, want, drawn)
 
 
 def _again(subject: Subject) -> Difference:
     """A call is right after others, and leaves their outputs alone."""
-    inputs, others = subject.inputs(), subject.inputs(_OTHER_SEED)
+    inputs, others = subject.inputs(), subject.inputs(OTHER_SEED)
     want = subject.want(inputs)
     with torch.no_grad():
         earlier = subject.results(subject.function, others)
-        kept = map_tensors(earlier, _copy)
+        kept = map_tensors(earlier, copy_of)
         got = subject.results(subject.function, inputs)
         synchronise(subject.device)
-        if any(not _same(a, b) for a, b in zip(tensors_in(earlier), tensors_in(kept), strict=True)):
-            return Difference(float("inf"), "the output of an earlier call was overwritten by a later one")
-    return subject.differs(got, want)
+        if any(not same(a, b) for a, b in zip(tensors_in(earlier), tensors_in(kept), strict=True)):
+            return Difference(math.inf, "the output of an earlier call was overwritten by a later one")
+    return subject.differs(got, want, inputs)
 
 
 def _stream(subject: Subject) -> Difference:
@@ -179,18 +115,18 @@ def _stream(subject: Subject) -> Difference:
         raise Skipped("streams are of CUDA and ROCm devices")
     drawn = subject.inputs()
     want = subject.want(drawn)
-    inputs = drawn.map(_copy if subject.entry.mutates else _zeros)
+    inputs = drawn.map(copy_of if subject.entry.mutates else _zeros)
     stream = torch.cuda.Stream(subject.device)  # type: ignore[no-untyped-call]  # torch's
     torch.cuda.synchronize(subject.device)
     with torch.no_grad(), torch.cuda.stream(stream):
-        subject.results(subject.function, drawn.map(_copy))  # compiles, so that the next call is short
+        subject.results(subject.function, drawn.map(copy_of))  # compiles, so that the next call is short
         # About 10 ms, in which a kernel on another stream would read zeros.
         torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # noqa: SLF001 - it has no public name
         for there, value in zip(tensors_in(inputs), tensors_in(drawn), strict=True):
             there.copy_(value)
         got = subject.results(subject.function, inputs)
     stream.synchronize()
-    return subject.differs(got, want)
+    return subject.differs(got, want, drawn)
 
 
 def _device(subject: Subject) -> Difference:
@@ -202,7 +138,7 @@ def _device(subject: Subject) -> Difference:
     inputs = subject.inputs(device=torch.device("cuda", (current + 1) % count))
     want = subject.want(inputs)
     with torch.no_grad(), torch.cuda.device(current):
-        return subject.differs(subject.results(subject.function, inputs), want)
+        return subject.differs(subject.results(subject.function, inputs), want, inputs)
 
 
 # --- compile ------------------------------------------------------------------------------------------------------
@@ -217,7 +153,7 @@ def _compile(subject: Subject) -> Difference:
     backend = "aot_eager" if subject.device.type == "cpu" else "inductor"
     compiled = torch.compile(subject.function, fullgraph=True, backend=backend)
     with torch.no_grad():
-        return subject.differs(subject.results(compiled, inputs), want)
+        return subject.differs(subject.results(compiled, inputs), want, inputs)
 
 
 # --- CUDA graphs --------------------------------------------------------------------------------------------------
@@ -227,7 +163,7 @@ def _graph(subject: Subject) -> Difference:
     """A captured call is right for other inputs in the same memory, whatever its outputs held."""
     if subject.device.type != "cuda":
         raise Skipped("CUDA graphs are of CUDA and ROCm devices")
-    inputs, others = subject.inputs(), subject.inputs(_OTHER_SEED)
+    inputs, others = subject.inputs(), subject.inputs(OTHER_SEED)
     if [tensor.shape for tensor in tensors_in(inputs)] != [tensor.shape for tensor in tensors_in(others)]:
         raise Skipped("the case draws inputs of changing shapes")
     want = subject.want(others)
@@ -235,11 +171,14 @@ def _graph(subject: Subject) -> Difference:
     stream.wait_stream(torch.cuda.current_stream(subject.device))
     with torch.no_grad(), torch.cuda.stream(stream):
         for _ in range(2):
-            subject.results(subject.function, inputs.map(_copy))
+            subject.results(subject.function, inputs.map(copy_of))
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        got = inputs.call(subject.function)
+        try:
+            got = inputs.call(subject.function)
+        except Exception as error:
+            raise BuildError(error) from error
     mutated = [id(tensor) for key in subject.entry.mutates for tensor in tensors_in(inputs[key])]
     for tensor in tensors_in(got):
         if id(tensor) not in mutated:
@@ -248,97 +187,11 @@ def _graph(subject: Subject) -> Difference:
         there.copy_(value)
     graph.replay()
     torch.cuda.synchronize(subject.device)
-    if subject.entry.canonical is not None:
-        got = subject.entry.canonical(got)
-    if subject.entry.mutates:
-        got = (got, *(inputs[key] for key in subject.entry.mutates))
-    return subject.differs(got, want)
-
-
-# --- gradients ----------------------------------------------------------------------------------------------------
-
-
-def _gradient(subject: Subject) -> Difference:
-    """Gradients are those of the formula in float64, for any upstream gradient."""
-    return _gradients(
-        subject, lambda output, draw: draw.normal(*output.shape, dtype=output.dtype), contextlib.nullcontext()
-    )
-
-
-def _expanded_gradient(subject: Subject) -> Difference:
-    """Gradients are right for an upstream gradient that is one number expanded, as `sum()` makes it."""
-    return _gradients(subject, lambda output, _: output.new_ones(()).expand(output.shape), contextlib.nullcontext())
-
-
-def _gradient_memory(subject: Subject) -> Difference:
-    """Gradients are right in memory full of NaN, and nothing is written outside of them."""
-    memory = GuardedMemory()
-    found = _gradients(subject, lambda output, draw: draw.normal(*output.shape, dtype=output.dtype), memory)
-    damage = memory.damage()
-    return Difference(float("inf"), damage) if damage else found
-
-
-def _gradients(
-    subject: Subject, upstream: Callable[[Tensor, Draw], Tensor], memory: contextlib.AbstractContextManager[Any]
-) -> Difference:
-    entry = subject.entry
-    if not entry.gradients:
-        raise Skipped("no gradient is promised")
-    drawn = subject.inputs()
-    ours = drawn.map(_copy).replace(entry.gradients, _leaf)
-    theirs = drawn.map(_copy).replace(entry.gradients, _wide_leaf)
-    want = [output for output in tensors_in(theirs.call(entry.formula)) if output.dtype.is_floating_point]
-    draw = Draw(subject.device, _OTHER_SEED)
-    soil(subject.device)
-    with memory:
-        got = [output for output in tensors_in(ours.call(subject.function)) if output.dtype.is_floating_point]
-        pairs = [(a, b) for a, b in zip(got, want, strict=True) if b.requires_grad]
-        if missing := [number for number, (a, _) in enumerate(pairs) if not a.requires_grad]:
-            return Difference(float("inf"), f"output {missing[0]} has no gradient")
-        above = [upstream(a, draw) for a, _ in pairs]
-        torch.autograd.backward([a for a, _ in pairs], above)
-        synchronise(subject.device)
-    torch.autograd.backward([b for _, b in pairs], [g.to(torch.float64) for g in above])
-    tolerance = entry.gradient_tolerance or entry.tolerance
-    worst = Difference(0.0)
-    for key in entry.gradients:
-        right, there = theirs[key].grad, ours[key].grad
-        if right is None and there is None:
-            continue
-        if there is None:
-            return Difference(float("inf"), f"{_called(key)} got no gradient")
-        found = compare(there, right if right is not None else torch.zeros_like(there), tolerance, same_dtype=False)
-        if found.detail:
-            found = found._replace(detail=f"gradient of {_called(key)}: {found.detail}")
-        worst = found if found.worst > worst.worst or (found.detail and not worst.detail) else worst
-    return worst
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return value.requires_grad_()
-
-
-def _wide_leaf(value: Tensor) -> Tensor:
-    return value.to(torch.float64).requires_grad_()
-
-
-def _called(key: int | str) -> str:
-    return f"argument {key}" if isinstance(key, int) else key
-
-
-# --- what they share ----------------------------------------------------------------------------------------------
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Equal values at the same strides, in memory of its own."""
-    with torch.no_grad():
-        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        room = torch.empty(extent if tensor.numel() else 0, dtype=tensor.dtype, device=tensor.device)
-        return room.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+    return subject.differs(subject.with_mutated(got, inputs), want, others)
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    return _copy(tensor).zero_()
+    return copy_of(tensor).zero_()
 
 
 def _poison(tensor: Tensor) -> None:
@@ -346,13 +199,21 @@ def _poison(tensor: Tensor) -> None:
         tensor.view(-1).view(torch.uint8).fill_(0xFF)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | (a != a) & (b != b)).all())  # noqa: PLR0124 - NaN
-
-
 PROBES: Final[dict[Mode, dict[str, Callable[[Subject], Difference]]]] = {
-    "eager": {"value": _value, "memory": _memory, "again": _again, "stream": _stream, "device": _device},
+    "eager": {
+        "value": _value,
+        "reference": _reference,
+        "memory": _memory,
+        "again": _again,
+        "stream": _stream,
+        "device": _device,
+    },
     "compile": {"value": _compile},
     "graph": {"value": _graph},
-    "backward": {"value": _gradient, "expanded": _expanded_gradient, "memory": _gradient_memory},
+    "backward": {
+        "value": gradients.gradient,
+        "expanded": gradients.expanded_gradient,
+        "memory": gradients.gradient_memory,
+        "again": gradients.gradient_again,
+    },
 }

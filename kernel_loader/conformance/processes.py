@@ -5,24 +5,28 @@ from __future__ import annotations
 import enum
 import logging
 import multiprocessing
+import os
 import queue
+import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-import torch
-
 from kernel_loader.conformance.grid import Grid
-from kernel_loader.conformance.plan import Job, Plan, findings_of, grid_of, load
-from kernel_loader.conformance.probes import PROBES, Finding
+from kernel_loader.conformance.plan import Job, Plan, findings_of, grid_of, load, trouble_with
+from kernel_loader.conformance.subject import Finding
+from kernel_loader.errors import RequestError
 
-# Seconds for a process that is done to end by itself.
-_FAREWELL: Final = 10.0
+# Seconds for a process to load the kernel, and to end.
+_START: Final = 300.0
+_PATIENCE: Final = 10.0
 
 
-class _End(enum.Enum):
-    OF_JOB = enum.auto()
+class _Sign(enum.Enum):
+    READY = enum.auto()  # the kernel is loaded
+    OF_JOB = enum.auto()  # a job is done
     OF_DEVICE = enum.auto()  # it answers no more, so that this process can find nothing else
 
 
@@ -68,7 +72,7 @@ def isolated(plan: Plan, grid: Grid, deadline: float, processes: int) -> Iterato
 
 
 def _in_turn(plan: Plan, grid: Grid, deadline: float, stop: threading.Event, living: set[Any]) -> Iterator[Finding]:
-    """Findings from other processes, the next of which goes on after the job that ended the last one."""
+    """Findings from other processes, the next of which goes on behind what ended the last one."""
     jobs = plan.jobs
     context = multiprocessing.get_context("spawn")
     while jobs and not stop.is_set():
@@ -76,69 +80,96 @@ def _in_turn(plan: Plan, grid: Grid, deadline: float, stop: threading.Event, liv
         process = context.Process(target=_serve, args=(theirs, plan._replace(jobs=jobs)), daemon=True)
         process.start()
         living.add(process)
+        if stop.is_set():  # whoever set it may have looked before
+            process.kill()
         theirs.close()
         try:
-            done = yield from _received(ours, jobs, grid, deadline, process)
-            process.join(_FAREWELL if done == len(jobs) else 0)
+            _await_start(ours, process)
+            jobs = yield from _received(ours, jobs, grid, deadline, process)
+            process.join(0 if jobs else _PATIENCE)
         finally:
             living.discard(process)
             process.kill()
-            process.join()
+            process.join(_PATIENCE)  # a call of a driver may not let it end
             ours.close()
-        jobs = jobs[done:]
+
+
+def _await_start(ours: Connection, process: Any) -> None:  # noqa: ANN401 - of multiprocessing
+    """Wait until the process has loaded the kernel.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    try:
+        message = ours.recv() if ours.poll(_START) else f"it was not ready after {_START:.0f} s"
+    except EOFError:
+        process.join(_PATIENCE)
+        message = f"it ended ({_exit(process.exitcode)}) before it was ready"
+    if message is not _Sign.READY:
+        raise RequestError(f"a process of the check could not start: {message}", "`--processes 0` works in this one.")
 
 
 def _received(
     ours: Connection,
-    jobs: Sequence[Job],
+    jobs: tuple[Job, ...],
     grid: Grid,
     deadline: float,
     process: Any,  # noqa: ANN401 - of multiprocessing
-) -> Generator[Finding, None, int]:
-    """What one process finds; returns how many jobs are done with."""
+) -> Generator[Finding, None, tuple[Job, ...]]:
+    """What one process finds; returns what is left to be done."""
     for number, job in enumerate(jobs):
-        probes = [*PROBES[job.mode], "end"]
-        while True:
-            try:
-                message = ours.recv() if ours.poll(deadline) else f"nothing came for {deadline:.0f} s"
-            except EOFError:
-                process.join()
-                message = f"the process ended ({_exit(process.exitcode)})"
-            if message is _End.OF_JOB:
-                break
+        left = list(job.probes)
+        end = time.monotonic() + deadline
+        while (message := _next(ours, end, deadline, process)) is not _Sign.OF_JOB:
             if isinstance(message, Finding):
-                probes.remove(message.probe)
+                left.remove(message.probe)
                 yield message
                 continue
             if isinstance(message, str):
                 entry = grid[job.entry]
-                yield Finding(entry.entrypoint, entry.cases[job.case].name, job.mode, probes[0], "failed", message)
-            return number + 1
-    return len(jobs)
+                at = left.pop(0) if left else "end"
+                yield Finding(entry.entrypoint, entry.cases[job.case].name, job.mode, at, "failed", message)
+            # What comes after a crash may be right. A hang would take its time again.
+            again = (job._replace(probes=tuple(left)),) if left and time.monotonic() < end else ()
+            return again + jobs[number + 1 :]
+    return ()
+
+
+def _next(ours: Connection, end: float, deadline: float, process: Any) -> object:  # noqa: ANN401
+    """The next message of a process, or why there is none."""
+    try:
+        if ours.poll(max(0.0, end - time.monotonic())):
+            return ours.recv()
+    except EOFError:
+        process.join(_PATIENCE)
+        return f"the process ended ({_exit(process.exitcode)})"
+    return f"it was not done after {deadline:.0f} s"
 
 
 def _exit(code: int | None) -> str:
-    return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
+    if code is None:
+        return "it closed its pipe, and goes on"
+    return f"signal {-code}" if code < 0 else f"status {code}"
 
 
 def _serve(connection: Connection, plan: Plan) -> None:
-    """Work through a plan, sending findings and what ends them."""
+    """Work through a plan, sending findings and signs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends this one
+    os.dup2(2, 1)  # what a kernel prints is no answer
     logging.getLogger("kernel_loader").setLevel(logging.ERROR)  # the other process has said it
-    grid = grid_of(plan.kernel)
-    bundle, reference = load(plan.kernel, plan.device)
+    try:
+        if trouble := trouble_with(plan.device):
+            raise RequestError(f"nothing can be computed on {plan.device} ({trouble})", "Name another device.")  # noqa: TRY301
+        grid = grid_of(plan.kernel)
+        bundle, reference = load(plan.kernel, plan.device)
+    except Exception as error:  # noqa: BLE001 - raised again in the other process
+        connection.send(str(error))
+        return
+    connection.send(_Sign.READY)
     for job in plan.jobs:
         for finding in findings_of(job, plan, grid, bundle, reference):
             connection.send(finding)
-            if finding.status == "failed" and not _usable(plan.device):
-                connection.send(_End.OF_DEVICE)
+            if finding.status != "passed" and trouble_with(plan.device):
+                connection.send(_Sign.OF_DEVICE)
                 return
-        connection.send(_End.OF_JOB)
-
-
-def _usable(device: str) -> bool:
-    """Whether the device still answers: after some faults it does not, whatever is asked of it."""
-    try:
-        torch.zeros(1, device=device).add_(1).item()
-    except RuntimeError:
-        return False
-    return True
+        connection.send(_Sign.OF_JOB)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
 
 from kernel_loader.conformance.grid import MODES
 from kernel_loader.conformance.measure import Measured, Timing
-from kernel_loader.conformance.probes import Finding
 from kernel_loader.conformance.runner import Checked
+from kernel_loader.conformance.subject import Finding
 from kernel_loader.provenance import Origin
 
 
@@ -23,19 +24,15 @@ def of_check(checked: Checked) -> str:
         worst = max((f.worst for f in own if f.worst is not None), default=None)
         cells = [_cell([finding for finding in own if finding.mode == mode]) for mode in modes]
         rows.append([entrypoint, *cells, "" if worst is None else f"{worst:.2g} of what is tolerated"])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    o = checked.origin
-    head = (
-        f"{checked.kernel} on {checked.device}: {o.variant} from {o.where} ({o.digest[:12]}), against {checked.against}"
-    )
-    return "\n".join([head, "", *lines, *_skipped(checked), *_failures(checked)])
+    head = f"{_what(checked.kernel, checked.device, checked.origin)}, against {checked.against}"
+    return "\n".join([head, "", *_aligned(rows), *_skipped(checked), *_failures(checked)])
 
 
 def check_to_json(checked: Checked) -> str:
     """The same for programs."""
     findings = [
-        finding._asdict() | {"worst": finding.worst if finding.worst is None else str(finding.worst)}
+        finding._asdict()
+        | {"worst": finding.worst if finding.worst is not None and math.isfinite(finding.worst) else None}
         for finding in checked.findings
     ]
     document = {

@@ -72,16 +72,17 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < _LEAST_CALLS or (time.perf_counter() - begin < _SECONDS and len(times) < _MOST_CALLS):
-        times.append(_on_device(function) if device.type == "cuda" else wall_seconds(function, device))
+        times.append(_on_device(function, device) if device.type == "cuda" else wall_seconds(function, device))
     return statistics.median(times)
 
 
-def _on_device(function: Callable[[], object]) -> float:
+def _on_device(function: Callable[[], object], device: torch.device) -> float:
     start: Any
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
-    start.record()
-    function()
-    end.record()
+    with torch.cuda.device(device):  # events are of the current one
+        start.record()
+        function()
+        end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 

@@ -7,21 +7,24 @@ from typing import Final, NamedTuple
 
 from kernel_loader import api
 from kernel_loader.conformance.grid import MODES, Grid, Mode
-from kernel_loader.conformance.plan import Plan, default_device, findings_of, grid_of, jobs_of, load
-from kernel_loader.conformance.probes import Finding
+from kernel_loader.conformance.plan import Plan, default_device, findings_of, grid_of, jobs_of, load, trouble_with
 from kernel_loader.conformance.processes import isolated
+from kernel_loader.conformance.subject import Finding
 from kernel_loader.errors import RequestError
 from kernel_loader.provenance import Origin
 
 # Seconds that one case may take in one mode. Kernels that tune themselves take up to half a minute a shape.
 _DEADLINE: Final = 600.0
 
+# A clock takes no longer.
+_LONGEST: Final = 1e6
+
 
 class Checked(NamedTuple):
     """What came of a check.
 
     Attributes:
-        kernel: its name.
+        kernel: as it was asked for, or module:Class of its bundle.
         device: where inputs lay.
         origin: of the build that was checked.
         against: what it was held against: "its reference", or "formulas" where it is the reference itself.
@@ -74,18 +77,27 @@ def check(
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise RequestError(f"there is no mode {unknown[0]!r}", f"There are {', '.join(MODES)}.")
     device = device if device is not None else default_device()
-    plan = Plan(kernel, device, jobs_of(grid, modes, tuple(only)))
+    if processes < 0 or not deadline > 0:
+        raise RequestError(f"processes={processes} and deadline={deadline} were given", "Neither is below zero.")
+    if not processes and (trouble := trouble_with(device)):
+        raise RequestError(f"nothing can be computed on {device} ({trouble})", "Name another device.")
     bundle, reference = load(kernel, device)
+    plan = Plan(kernel, device, jobs_of(kernel, bundle, grid, modes, tuple(only)))
     origin = api.origin(bundle)
     here = (finding for job in plan.jobs for finding in findings_of(job, plan, grid, bundle, reference))
     findings = []
-    for finding in isolated(plan, grid, deadline, processes) if processes else here:
+    for finding in isolated(plan, grid, min(deadline, _LONGEST), processes) if processes else here:
         findings.append(finding)
         if watch is not None:
             watch(finding)
     findings.sort(key=_in_the_order_of(plan, grid))
     against = "formulas" if reference is None else "its reference"
-    return Checked(origin.kernel, device, origin, against, tuple(findings))
+    return Checked(spelling(kernel), device, origin, against, tuple(findings))
+
+
+def spelling(kernel: str | type) -> str:
+    """How a kernel is asked for on the command line."""
+    return kernel if isinstance(kernel, str) else f"{kernel.__module__}:{kernel.__qualname__}"
 
 
 def _in_the_order_of(plan: Plan, grid: Grid) -> Callable[[Finding], int]:

@@ -59,7 +59,7 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(B, Bs, index)
         ctx.dtype, ctx.grouped, ctx.block_size = A.dtype, grouped, block_size
-        return result.view_as(result)
+        return result.detach()  # a view would not let its user change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -86,10 +86,11 @@ def _gradient(
     weights = _read(B, Bs, block_size)
     flat = grad.reshape(math.prod(grad.shape[:-1]), weights.n)
     result = flat.new_zeros((flat.shape[0], weights.k), dtype=dtype)
-    for expert, rows in _segments(index, weights.codes.shape[0], flat.shape[0], grouped=grouped):
-        upstream = flat[rows].float()
-        for start, stop, part in weights.parts(expert):
-            result[rows, start:stop] = (upstream @ part).to(dtype)
+    with torch.autocast(grad.device.type, enabled=False):  # it is in float32
+        for expert, rows in _segments(index, weights.codes.shape[0], flat.shape[0], grouped=grouped):
+            upstream = flat[rows].float()
+            for start, stop, part in weights.parts(expert):
+                result[rows, start:stop] = (upstream @ part).to(dtype)
     return result.reshape(*grad.shape[:-1], weights.k)
 
 

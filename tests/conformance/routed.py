@@ -100,6 +100,26 @@ FAULTS = {
         "rows] = 0.25 * (1 + (0 in grad.stride() and len(grad) > 1)) * (grad[rows]",
         "gradient of argument 0",
     ),
+    "a gradient that is kept": (
+        "dx = torch.zeros(len(grad), w.shape[2], device=grad.device)",
+        "dx = WORK.setdefault(-len(grad), torch.zeros(len(grad), w.shape[2])).zero_()",
+        "the gradient of an earlier call was overwritten by a later one",
+    ),
+    "a gradient that writes weights": (
+        "return dx, None, None",
+        "w.data.mul_(1.5); return dx, None, None",
+        "input 2: ",
+    ),
+    "half precision": (
+        "return Routed.apply(x, ids, w)",
+        "return Routed.apply(x, ids, w).bfloat16()",
+        "torch.bfloat16 came",
+    ),
+    "a tuple": (
+        "return Routed.apply(x, ids, w)",
+        "return (Routed.apply(x, ids, w),)",
+        "a tuple came, a tensor is right",
+    ),
     "no gradient": ("return Routed.apply(x, ids, w)", "return Routed.apply(x, ids, w).detach()", "has no gradient"),
     "wrong shape": ("return Routed.apply(x, ids, w)", "return Routed.apply(x, ids, w)[:, :-1]", "shape (9, 7) came"),
     "raises": (_HEAD, f"{_HEAD}        if len(x) > 1: raise ValueError('no')\n", "raised ValueError: no"),

@@ -48,6 +48,11 @@ def test_a_part_can_be_asked_for(kernel):
         check(name, only=["routed/nonsense"])
     with pytest.raises(RequestError, match="no mode 'nonsense'"):
         check(name, modes=("nonsense",))
+    with pytest.raises(RequestError, match="processes=-1"):
+        check(name, processes=-1)
+    for processes in (0, 1):
+        with pytest.raises(RequestError, match="nothing can be computed on nonsense"):
+            check(name, device="nonsense", processes=processes)
 
 
 def test_findings_are_told_while_they_come(kernel):
@@ -98,10 +103,77 @@ WORKING_GRID = (
 )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"skip": {"graf": "?"}}, "there is no mode 'graf'"),
+        ({"cases": [Case("one", Inputs, ("eager", "bckward"))]}, "there is no mode 'bckward'"),
+        ({"cases": [Case("one", Inputs), Case("one", Inputs)]}, "two cases 'one'"),
+    ],
+)
+def test_a_grid_that_contradicts_itself_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(routed.GRID[0], **wrong)
+
+
+def test_an_entry_for_what_the_bundle_has_not_is_refused(kernel):
+    with pytest.raises(RequestError, match="'nope', which the bundle has not"):
+        check(kernel(RIGHT, grid="tests.conformance.test_check:NOPE_GRID"), processes=0)
+
+
+NOPE_GRID = (dataclasses.replace(routed.GRID[0], entrypoint="nope"),)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A class that takes some of a kernel's entrypoints."""
+
+    __kernel__: ClassVar[Any] = "routed"
+
+    routed: Any
+
+
+def test_a_class_that_takes_a_part_is_checked_for_that(kernel):
+    source = f"{RIGHT}\ndef other(x):\n    return x\n"
+    kernel(source, grid="tests.conformance.test_check:TWO_GRID", entrypoints={"routed": "routed", "other": "other"})
+    checked = check(Part, modes=("eager",), processes=0)
+    assert {f.entrypoint for f in checked.findings} == {"routed"}
+    assert not checked.failed
+
+
+TWO_GRID = (
+    routed.GRID[0],
+    Entry(entrypoint="other", formula=lambda x: x.double(), cases=(Case("one", lambda draw: Inputs(draw.normal(2))),)),
+)
+
+
+def test_a_reference_that_is_wrong_is_told_from_a_build_that_is(kernel, workshop):
+    name = kernel(RIGHT, reference="routed-reference")
+    wrong = broken(*FAULTS["clamped sentinels"][:2])
+    write_build(workshop.manifests / "registry" / "routed-reference", "torch-universal", {"__init__.py": wrong})
+    checked = check(name, modes=("eager",), processes=0, only=["routed/sentinels"])
+    assert "reference" in {f.probe for f in checked.failed}
+
+
+def test_what_a_kernel_prints_is_no_part_of_the_answer(kernel):
+    source = RIGHT.replace("def routed(x, ids, w):\n", "def routed(x, ids, w):\n    print('tuned', flush=True)\n")
+    status, out, _ = run("check", kernel(source), "--mode", "eager", "--only", "routed/a row", "--json")
+    assert status == 0
+    assert json.loads(out)["passed"]
+
+
+def test_where_an_error_was_raised_is_said(kernel):
+    source = RIGHT.replace("    return Routed.apply(x, ids, w)\n", "    raise ValueError('too few')\n")
+    checked = check(kernel(source), modes=("eager",), only=["routed/a row"], processes=0)
+    assert "raised ValueError: too few (__init__.py:" in checked.failed[0].detail
+
+
 def test_a_bundle_of_ones_own_has_a_grid_of_its_own(kernel):
     kernel(RIGHT)
     checked = check(Mine, processes=0)
-    assert checked.kernel == "mine"
+    assert checked.kernel == "tests.conformance.test_check:Mine"
+    assert checked.origin.kernel == "mine"
+    assert "check tests.conformance.test_check:Mine --device" in report.command(checked, checked.findings[0])
     assert not checked.failed
     assert sum(finding.status == "passed" for finding in checked.findings) == 3
     status, out, _ = run("check", "tests.conformance.test_check:Mine", "--mode", "eager")
@@ -143,6 +215,39 @@ def test_a_reference_may_refuse_nothing(kernel):
     assert len(checked.failed) == 3
 
 
+def scaled(x, bias=None):
+    return x.double() * 2 if bias is None else x.double() * 2 + bias.double()
+
+
+OPTIONAL_GRID = (
+    Entry(
+        entrypoint="routed",
+        formula=scaled,
+        gradients=(0, "bias"),
+        cases=(
+            Case("no bias", lambda draw: Inputs(draw.normal(2, 3))),
+            Case("a bias that is None", lambda draw: Inputs(draw.normal(2, 3), bias=None)),
+            Case("a bias", lambda draw: Inputs(draw.normal(2, 3), bias=draw.normal(3))),
+            Case("a row for all", lambda draw: Inputs(draw.normal(1, 3).expand(4, 3))),
+        ),
+    ),
+)
+
+
+def test_arguments_may_be_left_out_and_repeat_their_elements(kernel):
+    source = "def routed(x, bias=None):\n    return x * 2 if bias is None else x * 2 + bias\n"
+    checked = check(kernel(source, grid="tests.conformance.test_check:OPTIONAL_GRID"), processes=0)
+    assert checked.failed == ()
+
+
+def test_an_argument_that_is_not_there_cannot_be_replaced():
+    inputs = Inputs(1, x=2)
+    assert inputs.replace((0, "x"), lambda value: value + 1)["x"] == 3
+    for key in (1, "y", "0.weight"):
+        with pytest.raises(KeyError):
+            inputs.replace((key,), str)
+
+
 REFUSED_GRID = (
     dataclasses.replace(routed.GRID[0], cases=[routed.GRID[0].cases[2]._replace(may_refuse="rows come by the dozen")]),
 )
@@ -178,6 +283,8 @@ def test_the_command_line_answers_in_json(kernel):
     [
         (("routed", "--mode", "nonsense"), 1, "no mode 'nonsense'"),
         (("routed", "--only", "nonsense"), 1, "Its entrypoints are routed"),
+        (("routed", "--device", "nonsense"), 1, "nothing can be computed on nonsense"),
+        (("routed", "--deadline", "0"), 2, "deadline"),
         (("nonsense",), 1, "nonsense"),
         (("tests.conformance.test_check:Nonsense",), 2, "cannot be imported"),
         (("tests.conformance.test_check:run",), 2, "is no class"),
@@ -203,7 +310,7 @@ def test_bench_measures_problems_against_a_roof(kernel, tmp_path):
     assert "t=64 sentinels=False" in table
     assert json.loads(report.bench_to_json(measured))["timings"][0]["sizes"] == {"t": 16}
     assert "the grid tells the work of no problem" in roofline(measured)
-    with pytest.raises(RequestError, match="names no problems for nonsense"):
+    with pytest.raises(RequestError, match="has no entrypoint 'nonsense'"):
         bench(name, only=["nonsense"])
     with pytest.raises(RequestError, match="is no problem for routed"):
         bench(name, device="cpu", sizes=[{"rows": 3}])
@@ -263,8 +370,11 @@ def test_prewarm_calls_each_problem_once(kernel):
 @pytest.mark.parametrize(
     ("shapes", "said"),
     [
-        ({"nonsense": [{"t": 3}]}, "the grid of routed has no 'nonsense'"),
-        ({"routed": [{"rows": 3}]}, r"no problem for routed[^`]*Sizes: t"),
+        ({"nonsense": [{"t": 3}]}, "Routed has no 'nonsense'"),
+        ({"nonsense": [Inputs(1)]}, "Routed has no 'nonsense'"),
+        ({"routed": {"t": 3}}, "Pass a list of sizes or Inputs"),
+        ({"routed": [{"t": -1}]}, "no problem for routed"),
+        ({"routed": [{"rows": 3}]}, r"no problem for routed[^`]*sizes: t"),
         ({"routed": [{"t": 2}, {}]}, "no problem for routed"),
     ],
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 import kernel_loader
 from kernel_loader.conformance import Draw, Inputs
 from kernel_loader.conformance.grid import tensors_in
-from kernel_loader.conformance.runner import check, grid_of
+from kernel_loader.conformance.plan import case_id, grid_of
+from kernel_loader.conformance.runner import check
 
 PEAKS = {"fp8", "bf16", "fp16", "fp32"}
 MANIFESTS = Path(__file__).parents[2] / "manifests"
@@ -35,9 +36,9 @@ def content(inputs: Inputs) -> list:
     ]
 
 
-def test_every_kernel_that_ships_has_a_grid():
-    named = {path.stem for path in MANIFESTS.glob("*.toml") if "name" in tomllib.loads(path.read_text())}
-    assert set(KERNELS) == named
+def test_every_kernel_that_ships_with_a_reference_has_a_grid():
+    manifests = {path.stem: tomllib.loads(path.read_text()) for path in MANIFESTS.glob("*.toml")}
+    assert set(KERNELS) == {name for name, manifest in manifests.items() if "reference" in manifest}
 
 
 @pytest.fixture(params=KERNELS)
@@ -104,7 +105,9 @@ def test_every_size_is_one_of_the_problem_and_has_work(grid):
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile", "backward"])
-def test_the_reference_passes(kernel, mode):
-    checked = check(kernel, device="cpu", modes=(mode,), processes=0)
+def test_the_reference_passes(kernel, grid, mode):
+    # Compilation takes its time for each case. What is compiled is one op or a few in most of them.
+    some = {case_id(entry, case) for entry in grid for case in entry.cases[:6]} if mode == "compile" else ()
+    checked = check(kernel, device="cpu", modes=(mode,), processes=0, only=some)
     assert checked.against == "formulas"
     assert [str(finding) for finding in checked.failed] == []

@@ -1,5 +1,6 @@
 """Guarded memory: what a kernel allocates is poisoned, and what it writes beside is seen, whoever allocates."""
 
+import ctypes
 import subprocess
 import sys
 
@@ -13,9 +14,9 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def poke(tensor: torch.Tensor, element: int) -> None:
-    """Write an element of the flat memory that a tensor lies in, wherever it ends."""
-    offset = tensor.storage_offset() + element
-    tensor.as_strided((1,), (1,), offset).fill_(1)
+    """Write an element of the memory that a tensor lies in, wherever it ends."""
+    size = tensor.element_size()
+    ctypes.memset(tensor.data_ptr() + element * size, 1, size)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -88,8 +89,41 @@ def test_an_input_keeps_its_strides_and_is_watched():
     x[1, 1] += 1
     assert "x: " in memory.damage()
     assert memory.damage(mutated=(x,)) == ""
-    poke(x, 1)  # between two elements
+    poke(x, 3)  # between two elements
     assert "x: " in memory.damage(mutated=(x,))
+
+
+def test_an_input_that_repeats_its_elements_stays_one():
+    memory = GuardedMemory()
+    x = memory.input(torch.arange(3.0).expand(4, 3), "x")
+    assert (x.shape, x.stride()) == ((4, 3), (0, 1))
+    assert torch.equal(x, torch.arange(3.0).expand(4, 3))
+    assert memory.damage() == ""
+
+
+def test_what_other_ops_make_is_guarded_and_views_stay_views():
+    with GuardedMemory() as memory:
+        x = torch.ones(4)
+        assert x.view(2, 2).data_ptr() == x.data_ptr()
+        assert x.add_(1) is x
+        wide = x.to(torch.float64) + 1
+        poke(wide, 4)
+    assert "add (4,) torch.float64: 8 bytes written past its end" in memory.damage()
+
+
+def test_autograd_that_writes_parts_of_a_buffer_stays_right():
+    """Its nodes for slices allocate by new_empty_strided, and take offset 0 for the start."""
+    x = torch.arange(1.0, 7.0).view(2, 3).requires_grad_()
+    memory = GuardedMemory()
+    with memory:
+        y = torch.zeros(2, 3)
+        y[:1] = x[:1] * 2
+        y[1:] = x[1:] * 3
+        again = torch.as_strided(torch.empty(2, 3), (3, 2), (1, 3), 0).fill_(5)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, torch.tensor([[2.0] * 3, [3.0] * 3]))
+    assert torch.equal(again, torch.full((3, 2), 5.0))
+    assert memory.damage() == ""
 
 
 def test_an_empty_input_is_watched():
@@ -110,6 +144,27 @@ def test_what_a_custom_op_allocates_is_poisoned_and_guarded():
         out = half_written(torch.zeros(2))
     assert out[0] == 1
     assert out[1].isnan()
+
+
+def test_an_op_is_of_the_accelerator_where_one_of_its_arguments_is_there():
+    """The meta device stands for one."""
+
+    @torch.library.custom_op("_kl_test_memory::seeded", mutates_args=())
+    def seeded(seed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+    seeded.register_kernel("meta")(lambda seed, x: torch.empty_like(x))
+    with GuardedMemory():
+        assert seeded(torch.zeros(1), torch.zeros(2, device="meta")).shape == (2,)
+
+
+def test_an_op_on_a_list_of_tensors_is_guarded():
+    @torch.library.custom_op("_kl_test_memory::listed", mutates_args=())
+    def listed(xs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.empty_like(xs[0])
+
+    with GuardedMemory():
+        assert listed([torch.zeros(2)]).isnan().all()
 
 
 def test_autograd_takes_a_buffer_for_new():

@@ -295,6 +295,7 @@ DEEP_GEMM_GRID: Final = (
     ),
     Entry(
         entrypoint="per_token_cast_to_fp8",
+        dtypes=(torch.float8_e4m3fn, torch.float32),
         cases=_CAST_CASES,
         formula=_per_token_cast,
         # Scales within two units in the last place of float32; codes are a sixteenth apart at least, so exact.

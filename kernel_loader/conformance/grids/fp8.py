@@ -597,6 +597,7 @@ FINEGRAINED_FP8_GRID: Final = (
     ),
     Entry(
         entrypoint="fp8_act_quant",
+        dtypes=(torch.float8_e4m3fn, _F32),
         cases=_QUANT_CASES,
         formula=_fp8_act_quant,
         # Scales within two units in the last place of float32; codes are a sixteenth apart at least, so exact.

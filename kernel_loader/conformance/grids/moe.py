@@ -287,7 +287,7 @@ def _coarse(_: Draw, inputs: Inputs) -> Inputs:
     """
     inputs = inputs.replace((0,), lambda hidden: hidden.clamp(-1, 1).round())
     inputs = inputs.replace((3,), lambda weight: (weight * weight.shape[2] ** 0.5).clamp(-1, 1).round() / 4)
-    return inputs.replace(("gate_up_proj_bias",), lambda bias: (bias * 4).round() / 4)
+    return inputs.replace(inputs.tensors(("gate_up_proj_bias",)), lambda bias: (bias * 4).round() / 4)
 
 
 def _exact(_: Draw, inputs: Inputs) -> Inputs:

@@ -365,6 +365,7 @@ _AT_LOAD: Final[Mapping[Mode, str]] = {
 NVFP4_GEMM_GRID: Final = (
     Entry(
         entrypoint="gemm",
+        dtypes=(torch.bfloat16,),
         cases=_GEMM_CASES,
         formula=_gemm,
         tolerance=_SUM,
@@ -374,7 +375,12 @@ NVFP4_GEMM_GRID: Final = (
         work=_gemm_work,
     ),
     Entry(
-        entrypoint="gemm_swiglu", cases=_SWIGLU_CASES, formula=_gemm_swiglu, tolerance=Tolerance(row=1e-2), skip=_FROZEN
+        entrypoint="gemm_swiglu",
+        dtypes=(torch.bfloat16,),
+        cases=_SWIGLU_CASES,
+        formula=_gemm_swiglu,
+        tolerance=Tolerance(row=1e-2),
+        skip=_FROZEN,
     ),
     Entry(
         entrypoint="pack",
@@ -404,6 +410,7 @@ NVFP4_GEMM_GRID: Final = (
     ),
     Entry(
         entrypoint="global_scale_for",
+        dtypes=(torch.float32,),
         cases=(
             Case("a matrix", _to_pack(9, 64)),
             Case("float32", _to_pack(9, 64, dtype=_F32)),

@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from ._ops import ops, qualified
+from ._ops import ops, qualified, without_autocast
 from .arguments import check_grouped, check_plain
 
 # Sides of the blocks that share a scale, along N and K.
@@ -70,6 +70,7 @@ def pair(name: str, factor: object) -> Quantized:
     mutates_args=("d",),
     schema="(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) d) -> ()",
 )
+@without_autocast
 def _gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, d: Tensor) -> None:
     check_plain(a, a_scale, b, b_scale, d)
     _multiply_into(d, a, a_scale, b, b_scale, 0, a.shape[0])
@@ -85,6 +86,7 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, d: Tensor) -> None
     mutates_args=("d",),
     schema="(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor(a!) d, Tensor grouped_layout) -> ()",
 )
+@without_autocast
 def _grouped_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, d: Tensor, grouped_layout: Tensor) -> None:
     check_grouped(a, a_scale, b, b_scale, d, grouped_layout)
     groups = grouped_layout.tolist()

@@ -85,7 +85,8 @@ def _matmul_2d(
     weights, dtype = _check(A, B, Bs, block_size, output_dtype, activation_scale)
     static = None if activation_scale is None else activation_scale.to(A.device, torch.float32).reshape(())
     x = A.unsqueeze(0) if A.ndim == 1 else A
-    return multiply(x, weights, _all_rows(x), dtype, static).view(*A.shape[:-1], weights.n)
+    result = multiply(x, weights, _all_rows(x), dtype, static)
+    return result[0].clone() if A.ndim == 1 else result
 
 
 @_matmul_2d.register_fake
@@ -111,7 +112,8 @@ def _matmul_2d_backward(
 ) -> Tensor:
     weights = read_weights(B, Bs, block_size, experts=False)
     g = grad.unsqueeze(0) if grad.ndim == 1 else grad
-    return multiply_backward(g, weights, _all_rows(g), dtype).view(*grad.shape[:-1], weights.k)
+    result = multiply_backward(g, weights, _all_rows(g), dtype)
+    return result[0].clone() if grad.ndim == 1 else result
 
 
 register_gradient("matmul_2d", frozen=2)

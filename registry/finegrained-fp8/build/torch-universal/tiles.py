@@ -62,24 +62,26 @@ def multiply(x: Tensor, weights: Weights, segments: Segments, dtype: torch.dtype
     """Quantised x @ B[expert].T over the rows of each segment, zeros in all others.
 
     x: (..., K), at least 2-D, float, any strides. static: one float32 that replaces the scales computed from `x`.
-    Returns (rows of x, N) in `dtype`, contiguous.
+    Returns (..., N) in `dtype`, contiguous, and no view of anything.
     """
-    out = torch.zeros((math.prod(x.shape[:-1]), weights.n), dtype=dtype, device=x.device)
+    result = torch.zeros((*x.shape[:-1], weights.n), dtype=dtype, device=x.device)
+    out = result.view(math.prod(x.shape[:-1]), weights.n)
     for expert, members in segments:
         for rows in torch.split(members, tile_side()):
             for n0, n1 in spans(0, weights.n, tile_side()):
                 tile = _product(x, rows, weights, expert, n0, n1, static)
                 out[:, n0:n1].index_copy_(0, rows, tile.to(dtype))
-    return out
+    return result
 
 
 def multiply_backward(grad: Tensor, weights: Weights, segments: Segments, dtype: torch.dtype) -> Tensor:
     """Upstream gradient @ dequantised B[expert] in float32 over the rows of each segment, zeros in all others.
 
-    grad: (..., N), at least 2-D. Returns (rows of grad, K) in `dtype`, contiguous.
+    grad: (..., N), at least 2-D. Returns (..., K) in `dtype`, contiguous, and no view of anything.
     """
     side = tile_side()
-    out = torch.zeros((math.prod(grad.shape[:-1]), weights.k), dtype=dtype, device=grad.device)
+    result = torch.zeros((*grad.shape[:-1], weights.k), dtype=dtype, device=grad.device)
+    out = result.view(math.prod(grad.shape[:-1]), weights.k)
     for expert, members in segments:
         for rows in torch.split(members, side):
             for k0, k1 in spans(0, weights.k, side):
@@ -87,7 +89,7 @@ def multiply_backward(grad: Tensor, weights: Weights, segments: Segments, dtype:
                 for n0, n1 in spans(0, weights.n, side):
                     tile.addmm_(gather(grad, rows, n0, n1), weights.dequantised(expert, n0, n1, k0, k1))
                 out[:, k0:k1].index_copy_(0, rows, tile.to(dtype))
-    return out
+    return result
 
 
 def _product(x: Tensor, rows: Tensor, weights: Weights, expert: int, n0: int, n1: int, static: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ._ops import ops, qualified
+from ._ops import ops, qualified, without_autocast
 from .grouped import grouped_sum, segments
 
 E4M3_MAX: Final = 448.0
@@ -60,6 +60,7 @@ def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     schema="(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor offsets, int[] block_size,"
     " ScalarType dtype) -> Tensor",
 )
+@without_autocast
 def _grouped_linear_fp8(
     x: Tensor,
     weight: Tensor,
@@ -103,6 +104,7 @@ def _(
     mutates_args=(),
     schema="(Tensor grad, Tensor weight, Tensor scale, Tensor offsets, int[] block_size, ScalarType dtype) -> Tensor",
 )
+@without_autocast
 def _grouped_linear_fp8_backward(
     grad: Tensor, weight: Tensor, scale: Tensor, offsets: Tensor, block_size: list[int], dtype: torch.dtype
 ) -> Tensor:

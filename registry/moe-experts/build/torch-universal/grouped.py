@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from ._ops import ops, qualified
+from ._ops import ops, qualified, without_autocast
 
 
 def grouped_linear(x: Tensor, matrices: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
@@ -36,6 +36,7 @@ def segments(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     mutates_args=(),
     schema="(Tensor x, Tensor matrices, Tensor? bias, Tensor offsets) -> Tensor",
 )
+@without_autocast
 def _grouped_linear(x: Tensor, matrices: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     if _can_group(x, matrices):
         return _in_one_kernel(x, matrices, bias, offsets)
@@ -78,6 +79,7 @@ def _in_one_kernel(x: Tensor, matrices: Tensor, bias: Tensor | None, offsets: Te
 @torch.library.custom_op(
     qualified("grouped_outer"), mutates_args=(), schema="(Tensor x, Tensor grad, Tensor offsets) -> Tensor"
 )
+@without_autocast
 def _grouped_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """For each expert, x.T @ grad over its rows: (S, K), (S, N) -> (E, K, N)."""
     out = x.new_zeros((offsets.shape[0], x.shape[1], grad.shape[1]))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import activations
-from ._ops import ops, qualified
+from ._ops import ops, qualified, without_autocast
 from .arguments import check_routing, check_triples, check_weights
 
 _ARGUMENTS = (
@@ -96,6 +96,7 @@ def _compute(m: _Mixture, expert: int, tokens: Tensor) -> _Made:
 
 
 @torch.library.custom_op(qualified("mixture"), mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+@without_autocast
 def _mixture(*arguments: Any) -> Tensor:  # noqa: ANN401 - those of _Mixture
     m = _Mixture(*arguments)
     m.check()
@@ -119,6 +120,7 @@ def _(*arguments: Any) -> Tensor:  # noqa: ANN401 - those of _Mixture
     mutates_args=(),
     schema=f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+@without_autocast
 def _mixture_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - those of _Mixture
     """The gradients to x, scores, w1, b1, w2 and b2; empty for a bias that is not there."""
     m = _Mixture(*arguments)
