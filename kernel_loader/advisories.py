@@ -12,7 +12,7 @@ from kernel_loader.rules import Advisory, Effect
 
 FILE_NAME: Final = "advisories.toml"
 
-_ID: Final = r"[a-z0-9][a-z0-9.\-]*"
+_ID: Final = r"[a-z0-9][a-z0-9\-]*"
 _SPECIFIERS: Final = ("versions", "devices", "capability", "no-cuda-toolkit")
 _NEEDED: Final = frozenset({"id", "repo", "effect", "fault", "remedy", "source"})
 _KEYS: Final = _NEEDED | {"when", "guard"} | set(_SPECIFIERS)

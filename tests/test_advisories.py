@@ -306,3 +306,27 @@ def test_another_version_is_not_recommended_when_it_has_a_fault_too(tmp_path):
     with pytest.raises(NoCompatibleBuild) as caught:
         loader.load_module("org/k", version=1, trust_remote_code=True)
     assert caught.value.version == 2
+
+
+def test_a_guard_that_is_not_put_there_mends_nothing(workshop):
+    """An advisory that a guard mends is heeded for the versions at which the kernel has no such guard."""
+    text = """
+[[advisories]]
+id = "tail"
+repo = "org/grouped"
+effect = "reject"
+fault = "rows past the last are left unwritten"
+remedy = "Use version 2."
+source = "a test"
+guard = "zero-tail"
+"""
+    (workshop.manifests / "advisories.toml").write_text(text)
+    for name, versions in (("grouped", "<=1"), ("other", "<=0")):
+        guards = {"double": [{"guard": "zero-tail", "versions": versions}]}
+        repository = workshop.kernel(name, repo="org/grouped", guards=guards)
+        if name == "grouped":
+            write_build(repository, "torch-universal", version=1)
+    workshop.local["org/grouped"] = workshop.root / "repositories" / "grouped"
+    assert "mended by the guard zero-tail" in workshop.loader().resolve("grouped").explain()
+    assert workshop.loader().resolve("grouped").chosen is not None
+    assert workshop.loader().resolve("other").chosen is None
