@@ -16,12 +16,24 @@ from kernel_loader.resolver import Resolution
 from kernel_loader.settings import Fallback
 
 if TYPE_CHECKING:
+    from kernel_loader.bundles.activation import Activation
+    from kernel_loader.bundles.attention import FlashAttn2, FlashAttn3, VllmFlashAttn3
+    from kernel_loader.bundles.causal_conv1d import CausalConv1d
     from kernel_loader.bundles.deep_gemm import DeepGEMM
+    from kernel_loader.bundles.deformable_detr import DeformableDETR
     from kernel_loader.bundles.fp8 import FineGrainedFP8
+    from kernel_loader.bundles.gated_delta_rule import GatedDeltaRule
+    from kernel_loader.bundles.layer_norm import LayerNorms
+    from kernel_loader.bundles.liger import Liger
+    from kernel_loader.bundles.mamba_ssm import MambaSSM
     from kernel_loader.bundles.megablocks import MegaBlocks
     from kernel_loader.bundles.moe import MoEExperts
     from kernel_loader.bundles.mxfp4 import MXFP4
     from kernel_loader.bundles.nvfp4 import NVFP4GEMM
+    from kernel_loader.bundles.paged_attention import PagedAttention
+    from kernel_loader.bundles.relu import ReLU
+    from kernel_loader.bundles.rmsnorm import RMSNorm
+    from kernel_loader.bundles.rotary import Rotary
     from kernel_loader.bundles.sonic_moe import SonicMoE
 
 _Bundle = TypeVar("_Bundle")
@@ -69,22 +81,22 @@ _load_bundle._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noq
 
 @overload
 def load_kernel(
-    kernel: Literal["finegrained_fp8", "finegrained-fp8"],
+    kernel: Literal["activation"],
     *,
     version: int | None = None,
     revision: str | None = None,
     backend: str | None = None,
     fallback: Fallback | None = None,
-) -> FineGrainedFP8: ...
+) -> Activation: ...
 @overload
 def load_kernel(
-    kernel: Literal["moe_experts", "moe-experts"],
+    kernel: Literal["causal_conv1d", "causal-conv1d"],
     *,
     version: int | None = None,
     revision: str | None = None,
     backend: str | None = None,
     fallback: Fallback | None = None,
-) -> MoEExperts: ...
+) -> CausalConv1d: ...
 @overload
 def load_kernel(
     kernel: Literal["deep_gemm", "deep-gemm"],
@@ -96,6 +108,78 @@ def load_kernel(
 ) -> DeepGEMM: ...
 @overload
 def load_kernel(
+    kernel: Literal["deformable_detr", "deformable-detr"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> DeformableDETR: ...
+@overload
+def load_kernel(
+    kernel: Literal["finegrained_fp8", "finegrained-fp8"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> FineGrainedFP8: ...
+@overload
+def load_kernel(
+    kernel: Literal["flash_attn2", "flash-attn2"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> FlashAttn2: ...
+@overload
+def load_kernel(
+    kernel: Literal["flash_attn3", "flash-attn3"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> FlashAttn3: ...
+@overload
+def load_kernel(
+    kernel: Literal["gated_delta_rule", "gated-delta-rule"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> GatedDeltaRule: ...
+@overload
+def load_kernel(
+    kernel: Literal["layer_norm", "layer-norm"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> LayerNorms: ...
+@overload
+def load_kernel(
+    kernel: Literal["liger"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> Liger: ...
+@overload
+def load_kernel(
+    kernel: Literal["mamba_ssm", "mamba-ssm"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> MambaSSM: ...
+@overload
+def load_kernel(
     kernel: Literal["megablocks"],
     *,
     version: int | None = None,
@@ -103,6 +187,15 @@ def load_kernel(
     backend: str | None = None,
     fallback: Fallback | None = None,
 ) -> MegaBlocks: ...
+@overload
+def load_kernel(
+    kernel: Literal["moe_experts", "moe-experts"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> MoEExperts: ...
 @overload
 def load_kernel(
     kernel: Literal["mxfp4"],
@@ -123,6 +216,42 @@ def load_kernel(
 ) -> NVFP4GEMM: ...
 @overload
 def load_kernel(
+    kernel: Literal["paged_attention", "paged-attention"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> PagedAttention: ...
+@overload
+def load_kernel(
+    kernel: Literal["relu"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> ReLU: ...
+@overload
+def load_kernel(
+    kernel: Literal["rmsnorm"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> RMSNorm: ...
+@overload
+def load_kernel(
+    kernel: Literal["rotary"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> Rotary: ...
+@overload
+def load_kernel(
     kernel: Literal["sonic_moe", "sonic-moe"],
     *,
     version: int | None = None,
@@ -130,6 +259,15 @@ def load_kernel(
     backend: str | None = None,
     fallback: Fallback | None = None,
 ) -> SonicMoE: ...
+@overload
+def load_kernel(
+    kernel: Literal["vllm_flash_attn3", "vllm-flash-attn3"],
+    *,
+    version: int | None = None,
+    revision: str | None = None,
+    backend: str | None = None,
+    fallback: Fallback | None = None,
+) -> VllmFlashAttn3: ...
 @overload
 def load_kernel(
     kernel: type[_Bundle],
@@ -162,8 +300,10 @@ def load_kernel(
     cold and warm, without a graph break.
 
     Args:
-        kernel: a registered name ("finegrained_fp8" and "finegrained-fp8" are the same) or a bundle class.
-        version: version of the kernel's repository, instead of the manifest's.
+        kernel: a registered name ("finegrained_fp8" and "finegrained-fp8" are the same), a bundle class, or a
+            capability with the features that are needed, "attention[varlen,sinks]": the first kernel that offers them
+            and has a build here, or else the first whose reference does.
+        version: version of the kernel's repository, instead of the manifest's. Not for a capability.
         revision: branch, tag or commit, instead of a version.
         backend: "cpu", or the backend of this machine's torch, which is also the default.
         fallback: "reference" takes the slow reference, with a warning, when a build fits but cannot be had or fails;
@@ -171,7 +311,7 @@ def load_kernel(
             the reference is the best build there is.
 
     Raises:
-        UnknownKernel: no manifest has that name.
+        UnknownKernel: no kernel and no capability has that name, or the capability no such feature.
         NoCompatibleBuild: no build fits, and the reference is refused or there is none.
         SourceError, IntegrityError, KernelImportError: a build fits and could not be had, or failed.
         MissingEntrypoints: the build lacks symbols; all of them are named.
@@ -193,7 +333,8 @@ def resolve(
     """Which build of a kernel a machine would take, and why. May list builds and read metadata; never fetches one.
 
     Args:
-        kernel_or_repo: a registered name, a bundle class, or a repository id ("org/name").
+        kernel_or_repo: a registered name, a bundle class, a capability, or a repository id ("org/name"). For a
+            capability the answer is about the kernel that serves, and its `candidates` are all that could.
         version: as in `load_kernel`.
         revision: as in `load_kernel`.
         backend: as in `load_kernel`.
@@ -277,7 +418,8 @@ def prefetch(
     """Bring builds into the store, so that loading them asks nothing of the network. Imports nothing.
 
     Args:
-        kernels: registered names, bundle classes, or repositories ("org/name", "org/name@3", "org/name@branch").
+        kernels: registered names, bundle classes, capabilities, or repositories ("org/name", "org/name@3",
+            "org/name@branch").
         hosts: machines to choose builds for; this one by default.
         all_variants: every build of the repository, not only the one that fits.
         trust_remote_code: as in `load_module`, for kernels that are given as repositories.

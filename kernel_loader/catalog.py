@@ -1,4 +1,4 @@
-"""The catalog: which named kernels there are, and where their manifests lie."""
+"""The catalog: which named kernels there are, where their manifests lie, and which of them do one job."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel_loader.errors import ManifestError, SettingsError, UnknownKernel
 from kernel_loader.manifest import Manifest, normalise
@@ -17,12 +17,16 @@ from kernel_loader.resources import data_directory
 from kernel_loader.rules import Advisory
 from kernel_loader.settings import PREFIX, Settings
 
+if TYPE_CHECKING:
+    from kernel_loader.capability import Capability, Offer, Wanted
+
 ENTRY_POINTS: Final = "kernel_loader.manifests"
 BUNDLE_ATTRIBUTE: Final = "__kernel__"
 
 # In manifests/, and no kernels.
 _ADVISORIES: Final = "advisories"
-_OTHER_FILES: Final = frozenset({"layers", _ADVISORIES})
+_CAPABILITIES: Final = "capabilities"
+_OTHER_FILES: Final = frozenset({"layers", _ADVISORIES, _CAPABILITIES})
 
 
 class Catalog:
@@ -41,7 +45,9 @@ class Catalog:
         for directory in settings.manifests:
             if not os.access(directory, os.R_OK | os.X_OK) or not directory.is_dir():
                 raise SettingsError(f"{PREFIX}MANIFESTS", str(directory), "directories that are there and can be read")
-        self._own: Final = (*settings.manifests, data_directory("manifests"))
+        self._shipped: Final = data_directory("manifests")
+        self._own: Final = (*settings.manifests, self._shipped)
+        self._prefer: Final = settings.prefer
         self._advisories: Final[dict[str, tuple[Advisory, ...]]] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -55,15 +61,117 @@ class Catalog:
             UnknownKernel: no manifest has that name.
             ManifestError: the manifest cannot be used, or a class does not say which kernel it is for.
         """
+        manifest = self.find(kernel)
+        if manifest is None:
+            raise _unknown(str(kernel), self.names())
+        return manifest
+
+    def find(self, kernel: str | type) -> Manifest | None:
+        """As `get`; None for a text that is no registered name."""
         if isinstance(kernel, type):
             return self._of_class(kernel)
         if not isinstance(kernel, str):
             raise UnknownKernel(repr(kernel))
         name = normalise(kernel)
+        file = next((file for directory in self._directories() for file in _files(directory, name)), None)
+        return self._checked(_read(file, _text(file))) if file is not None else None
+
+    def wanted(self, text: str) -> Wanted:
+        """What a text that is no registered name asks for.
+
+        Raises:
+            UnknownKernel: no capability has that name, or it has no such feature.
+            ManifestError: a `capabilities.toml` cannot be read, or gives a capability the name of a kernel.
+        """
+        from kernel_loader.capability import spelt
+
+        wanted = spelt(text)
+        if wanted is None or wanted.capability not in self.capabilities:
+            raise _unknown(text, (*self.names(), *self.capabilities))
+        features = self.capabilities[wanted.capability].features
+        for unknown in (feature for feature in wanted.features if feature not in features):
+            near = difflib.get_close_matches(unknown, features, n=3) or sorted(features)
+            raise UnknownKernel(text, tuple(str(wanted.instead(unknown, feature)) for feature in near))
+        return wanted
+
+    def offers(self, wanted: Wanted, kind: str) -> tuple[Offer, ...]:
+        """The kernels of a capability in the order in which they are asked, each with what it lacks on a backend.
+
+        First those that the settings prefer, then those in the orders of `capabilities.toml`, then the others by name.
+
+        Raises:
+            ManifestError: a manifest that speaks of the capability cannot be used.
+            SettingsError: a kernel or a capability that is preferred is not known.
+        """
+        from kernel_loader.capability import Offer
+
+        capability = self.capabilities[wanted.capability]
+        manifests = self._offering(capability)
+        order = (*self._preferred(capability), *capability.order, *sorted(manifests))
+        offers = []
+        for name in dict.fromkeys(order):
+            manifest = manifests.get(name) or self.find(name)
+            if manifest is None:
+                raise ManifestError(f"{_CAPABILITIES}.toml", f"{capability.name}.order", f"no kernel is named {name!r}")
+            features = manifest.offers(capability.name, kind)
+            lacks = tuple(feature for feature in wanted.features if feature not in features)
+            offers.append(Offer(manifest, features, lacks if name in manifests else (capability.name,)))
+        return tuple(offers)
+
+    @functools.cached_property
+    def capabilities(self) -> Mapping[str, Capability]:
+        """What several kernels can do, by the `capabilities.toml` of the user and that of this package.
+
+        Raises:
+            ManifestError: a file cannot be read, or gives a capability the name of a kernel.
+        """
+        from kernel_loader.capability import parse, together
+
+        files = (directory / f"{_CAPABILITIES}.toml" for directory in self._own)
+        read = {str(file): parse(_text(file), str(file)) for file in files if file.is_file()}
+        kernels = set(self.names())
+        for where, capabilities in read.items():
+            for name in sorted(kernels & capabilities.keys()):
+                raise ManifestError(where, name, "a kernel has that name, so that nobody could ask for the capability")
+        return together(read.values())
+
+    def _offering(self, capability: Capability) -> dict[str, Manifest]:
+        found: dict[str, Manifest] = {}
+        seen: set[str] = set()
         for file in (file for directory in self._directories() for file in _files(directory)):
-            if normalise(file.stem) == name:
-                return _read(file)
-        raise UnknownKernel(kernel, tuple(difflib.get_close_matches(name, self.names(), n=3)))
+            name = normalise(file.stem)
+            if name in seen:
+                continue  # an earlier directory has it
+            seen.add(name)
+            # Most manifests do not speak of it, and one that cannot be read takes no others with it.
+            text = _text(file)
+            if capability.name in text and capability.name in (manifest := _read(file, text)).capabilities:
+                found[name] = self._checked(manifest, always=True)
+        return found
+
+    def _preferred(self, capability: Capability) -> tuple[str, ...]:
+        kernels = set(self.names())
+        preferred: list[str] = []
+        for name, names in self._prefer.items():
+            if normalise(name) not in self.capabilities:
+                raise SettingsError(f"{PREFIX}PREFER", name, f"lists for {', '.join(self.capabilities)}")
+            for kernel in names:
+                if normalise(kernel) not in kernels:
+                    raise SettingsError(f"{PREFIX}PREFER", kernel, "names that `kernel-loader list` shows")
+            preferred += [normalise(kernel) for kernel in names if normalise(name) == capability.name]
+        return tuple(preferred)
+
+    def _checked(self, manifest: Manifest, *, always: bool = False) -> Manifest:
+        """The manifest; what it offers is known.
+
+        What this package ships is held against its own list by a test, so that a kernel that is asked for by name costs
+        no look into it.
+        """
+        if manifest.capabilities and (always or Path(manifest.file).parent != self._shipped):
+            from kernel_loader.capability import check
+
+            check(manifest, self.capabilities)
+        return manifest
 
     def advisories(self, repo: str) -> tuple[Advisory, ...]:
         """What is publicly known of a repository, by the user's `advisories.toml` and by that of this package.
@@ -98,6 +206,11 @@ class Catalog:
             yield from _package_directories(entry.value)
 
 
+def _unknown(kernel: str, names: Iterable[str]) -> UnknownKernel:
+    name = normalise(kernel).partition("[")[0]
+    return UnknownKernel(kernel, tuple(difflib.get_close_matches(name, tuple(names), n=3)))
+
+
 def _package_directories(package: str) -> Iterator[Path]:
     # find_spec runs the parents of a dotted name, but not a package at the top.
     top, *below = package.split(".")
@@ -109,10 +222,17 @@ def _package_directories(package: str) -> Iterator[Path]:
         yield Path(location, *below)
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    if directory.is_dir():
-        for file in sorted(directory.glob("*.toml")):
-            if file.is_file() and normalise(file.stem).isidentifier() and file.stem not in _OTHER_FILES:
+def _files(directory: Path, name: str | None = None) -> Iterator[Path]:
+    """The manifests of a directory, or of one kernel in it."""
+    try:
+        stems = sorted(file[:-5] for file in os.listdir(directory) if file.endswith(".toml"))  # noqa: PTH208 - quicker
+    except OSError:
+        return
+    for stem in stems:
+        normal = normalise(stem)
+        if name in (None, normal) and normal.isidentifier() and stem not in _OTHER_FILES:
+            file = directory / f"{stem}.toml"
+            if file.is_file():
                 yield file
 
 
@@ -129,8 +249,8 @@ def _text(file: Path) -> str:
         raise ManifestError(str(file), "", f"it cannot be read ({error})") from error
 
 
-def _read(file: Path) -> Manifest:
-    manifest = Manifest.parse(_text(file), str(file))
+def _read(file: Path, text: str) -> Manifest:
+    manifest = Manifest.parse(text, str(file))
     if manifest.name != normalise(file.stem):
         raise ManifestError(str(file), "name", f"{manifest.name!r} is not the file's name")
     return manifest

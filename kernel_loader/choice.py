@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, SourceError
 from kernel_loader.host import Host
 from kernel_loader.manifest import Manifest, normalise
-from kernel_loader.resolver import Resolution, Verdict, resolve
+from kernel_loader.resolver import Candidate, Resolution, Verdict, resolve
 from kernel_loader.rules import Advisory, version_of
 from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Listing, LocalDirectories, Request, Source, embedded
+
+if TYPE_CHECKING:
+    from kernel_loader.capability import Offer, Wanted
 
 # How many other versions of a repository are looked at when nothing fits in the one that was asked for.
 _OTHER_VERSIONS: Final = 5
@@ -152,6 +155,51 @@ class Chooser:
         ]
         return resolution._replace(alternatives=(*resolution.alternatives, *unasked))
 
+    def among(self, wanted: Wanted, offers: Sequence[Offer], host: Host, backend: str | None) -> Resolution:
+        """Which kernel serves a capability, and what of it fits a host.
+
+        The first that offers what is wanted and has a build; only where none has, the first whose reference fits.
+
+        Args:
+            wanted: the capability, and features of it.
+            offers: its kernels, in the order in which they are asked.
+            host: the machine.
+            backend: as in `Ask`.
+        """
+        candidates: list[Candidate] = []
+        for offer in offers:
+            candidate = Candidate(offer.manifest.name, offer.features, offer.lacks)
+            if not offer.lacks and not any(earlier.has_build for earlier in candidates):
+                candidate = candidate._replace(resolution=self.resolve(Ask(offer.manifest, backend=backend), host))
+            candidates.append(candidate)
+        able = [found for found in candidates if found.resolution is not None and found.resolution.taken is not None]
+        serves = next((found for found in able if found.has_build), able[0] if able else None)
+        if serves is None or serves.resolution is None:
+            return _nothing_serves(wanted, candidates, host.select(backend))
+        return serves.resolution._replace(capability=str(wanted), kernel=serves.kernel, candidates=tuple(candidates))
+
+    def pick(
+        self, wanted: Wanted, offers: Sequence[Offer], host: Host, backend: str | None, fallback: Fallback | None
+    ) -> tuple[Manifest, str]:
+        """The kernel of `among`, and what the user should be warned of, where anything.
+
+        Raises:
+            NoCompatibleBuild: none serves, or only by its reference, and that is refused.
+            SourceError: a repository cannot be asked, and the caller has not agreed to a reference. Which kernel runs
+                does not depend on the network.
+        """
+        able = {offer.manifest.name: offer.manifest for offer in offers if not offer.lacks}
+        try:
+            found = self.among(wanted, offers, host, backend)
+        except KernelLoaderError as error:
+            other = next((manifest for manifest in able.values() if manifest.reference is not None), None)
+            if fallback != "reference" or other is None:
+                raise
+            return other, f"is taken for {wanted}, whose kernels could not all be asked. {error}"
+        if not found.kernel or (found.is_reference and fallback == "error"):
+            raise NoCompatibleBuild(str(wanted), _nothing_serves(wanted, found.candidates, found.host))
+        return able[found.kernel], ""
+
     def _look(self, manifest: Manifest, host: Host) -> list[Looked]:
         """The kernel's repositories in their order, up to the first that has a build which fits. At least one."""
         looked: list[Looked] = []
@@ -195,13 +243,15 @@ class Chooser:
     def _heeded(self, manifest: Manifest) -> tuple[Advisory, ...]:
         """What is publicly known of a repository, with what overrules it here."""
         advisories = self._advisories(manifest.repo) if manifest.repo is not None else ()
-        return tuple(advisory._replace(overruled=self._overruled(advisory, manifest)) for advisory in advisories)
+        return tuple(self._with_overrules(advisory, manifest) for advisory in advisories)
 
-    def _overruled(self, advisory: Advisory, manifest: Manifest) -> str:
-        if self._ignored & {advisory.id, _ALL}:
-            return "ignored by KERNEL_LOADER_IGNORE_ADVISORIES"
-        names = {guard.name for guards in manifest.guards.values() for guard in guards}
-        return f"mended by the guard {advisory.guard}" if advisory.guard in names else ""
+    def _with_overrules(self, advisory: Advisory, manifest: Manifest) -> Advisory:
+        is_ignored = bool(self._ignored & {advisory.id, _ALL})
+        guards = (guard for guards in manifest.guards.values() for guard in guards)
+        return advisory._replace(
+            overruled="ignored by KERNEL_LOADER_IGNORE_ADVISORIES" if is_ignored else "",
+            mended=tuple(guard.versions for guard in guards if guard.name == advisory.guard),
+        )
 
     def _look_embedded(self, manifest: Manifest, host: Host, *, only_reference: bool = False) -> Looked:
         """The embedded builds; for a kernel that is disabled the reference alone."""
@@ -249,6 +299,16 @@ def request_of(manifest: Manifest) -> Request | None:
 def spelt_guards(guards: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Guards as people read them: "field: guard, guard"."""
     return tuple(f"{field}: {', '.join(names)}" for field, names in guards.items())
+
+
+def _nothing_serves(wanted: Wanted, candidates: Sequence[Candidate], host: Host) -> Resolution:
+    """A resolution without builds, that says of each kernel of a capability why it is passed over."""
+    said = []
+    for candidate in candidates:
+        offers = f" (it offers {', '.join(candidate.offers)})" if candidate.lacks and candidate.offers else ""
+        said.append(f"{candidate.kernel} {candidate.why_not}{offers}")
+    note = "; ".join(said) or "no kernel offers it"
+    return Resolution(str(wanted), host, note=note, capability=str(wanted), candidates=tuple(candidates))
 
 
 def _guards(manifest: Manifest | None, build: Verdict) -> Mapping[str, tuple[str, ...]]:

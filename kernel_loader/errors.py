@@ -199,7 +199,7 @@ class UnknownKernel(KernelLoaderError, LookupError):
 
     @property
     def problem(self) -> str:
-        return f"No kernel is registered under the name {self.name!r}."
+        return f"No kernel or capability is registered under the name {self.name!r}."
 
     @property
     def remedy(self) -> str:

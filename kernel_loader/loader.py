@@ -13,10 +13,10 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from kernel_loader import probe
 from kernel_loader.binder import bind, bundle_class
@@ -36,6 +36,9 @@ from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Fetched, LocalDirectories, Source
 from kernel_loader.store import Store
 from kernel_loader.trust import Gate
+
+if TYPE_CHECKING:
+    from kernel_loader.capability import Wanted
 
 logger = logging.getLogger("kernel_loader")
 
@@ -105,7 +108,10 @@ class KernelLoader:
         fallback: Fallback | None = None,
     ) -> Any:  # noqa: ANN401 - load_kernel has the types
         """As the function `load_kernel`."""
-        ask = self._ask(self.catalog.get(kernel), version, revision, backend, fallback)
+        manifest = self.catalog.find(kernel)
+        if manifest is None:
+            return self._load_capability(str(kernel), version, revision, backend, fallback)
+        ask = self._ask(manifest, version, revision, backend, fallback)
         # The class is imported before anything waits: its module may load the kernel itself while it is imported.
         ask = ask._replace(bundle=bundle_class(ask.manifest, kernel if isinstance(kernel, type) else None))
         return self._once.get(ask, lambda: self._load(ask), _name_of)
@@ -120,7 +126,8 @@ class KernelLoader:
         trust_remote_code: bool | Collection[str] = False,
     ) -> ModuleType:
         """As the function `load_module`."""
-        ask = self._ask(self._manifest(repo_id), version, revision, backend, None)
+        manifest = self._manifest(repo_id) or self.catalog.get(repo_id)
+        ask = self._ask(manifest, version, revision, backend, None)
         allowed = _allowed(trust_remote_code)
         loaded: ModuleType = self._once.get((ask, allowed), lambda: self._load_module(ask, allowed), _name_of)
         return loaded
@@ -135,8 +142,13 @@ class KernelLoader:
         host: Host | None = None,
     ) -> Resolution:
         """As the function `resolve`."""
-        ask = self._ask(self._manifest(kernel_or_repo), version, revision, backend, None)
-        return self._chooser.resolve(ask, _checked(host) if host is not None else self.host)
+        machine = _checked(host) if host is not None else self.host
+        manifest = self._manifest(kernel_or_repo)
+        if manifest is None:
+            wanted = self._wanted(str(kernel_or_repo), version, revision, backend, None)
+            offers = self.catalog.offers(wanted, machine.select(backend).backend.kind)
+            return self._chooser.among(wanted, offers, machine, backend)
+        return self._chooser.resolve(self._ask(manifest, version, revision, backend, None), machine)
 
     def can_load(
         self,
@@ -149,7 +161,7 @@ class KernelLoader:
     ) -> bool:
         """As the function `can_load`."""
         try:
-            ask = self._ask(self._manifest(kernel_or_repo), version, revision, backend, fallback)
+            ask = self._asked(kernel_or_repo, version, revision, backend, fallback, self.host)
             host = self.host.select(backend)
         except KernelLoaderError:
             return False
@@ -172,21 +184,84 @@ class KernelLoader:
     ) -> list[Prefetched]:
         """As the function `prefetch`."""
         ready, allowed = [], _allowed(trust_remote_code)
+        machines = list(hosts) if hosts is not None else [self.host]
         for kernel in kernels:
             name, version, revision = spelt(kernel) if isinstance(kernel, str) else (kernel, None, None)
-            ask = self._ask(self._manifest(name), version, revision, None, None)
-            for host in hosts if hosts is not None else [self.host]:
+            for host in machines:
+                ask = self._asked(name, version, revision, None, None, host)
                 choice = self._chooser.choose(ask, host)
                 names = choice.listing.names if all_variants and not choice.embedded else (choice.build.name,)
                 ready += [self._prefetched(ask, choice, name, allowed) for name in names]
         return list(dict.fromkeys(ready))
 
+    def serving(self, kernel: str, backend: str | None = None) -> str:
+        """The registered name of the kernel that serves a capability here; anything else as it is.
+
+        Raises:
+            As `load`, where the kernel is chosen.
+        """
+        name, version, revision = spelt(kernel)
+        if (version, revision) != (None, None) or self._manifest(name) is not None:
+            return kernel
+        return self._pick(self.catalog.wanted(name), backend, None, self.host).manifest.name
+
     # --- the road -------------------------------------------------------------------------------------------------
 
-    def _manifest(self, kernel_or_repo: str | type) -> Manifest:
+    def _manifest(self, kernel_or_repo: str | type) -> Manifest | None:
+        """Of a registered name, a class or a repository; None for what may be a capability."""
         if isinstance(kernel_or_repo, str) and "/" in kernel_or_repo:
             return _of_repository(kernel_or_repo)
-        return self.catalog.get(kernel_or_repo)
+        return self.catalog.find(kernel_or_repo)
+
+    def _wanted(
+        self, text: str, version: int | None, revision: str | None, backend: str | None, fallback: Fallback | None
+    ) -> Wanted:
+        wanted = self.catalog.wanted(text)
+        _check_arguments(version, revision, backend, fallback)
+        if version is not None or revision is not None:
+            what = "version" if version is not None else "revision"
+            raise RequestError(f"a {what} of {wanted} was asked for", "Kernels have versions: ask for one by its name.")
+        return wanted
+
+    def _asked(
+        self,
+        kernel_or_repo: str | type,
+        version: int | None,
+        revision: str | None,
+        backend: str | None,
+        fallback: Fallback | None,
+        host: Host,
+    ) -> Ask:
+        """What a call asks for; for a capability, the kernel that serves it on a host."""
+        manifest = self._manifest(kernel_or_repo)
+        if manifest is not None:
+            return self._ask(manifest, version, revision, backend, fallback)
+        wanted = self._wanted(str(kernel_or_repo), version, revision, backend, fallback)
+        return self._pick(wanted, backend, fallback, host)
+
+    def _pick(self, wanted: Wanted, backend: str | None, fallback: Fallback | None, host: Host) -> Ask:
+        """The kernel that serves a capability."""
+        agreed = fallback or self.settings.fallback
+        offers = self.catalog.offers(wanted, host.select(backend).backend.kind)
+        manifest, warning = self._chooser.pick(wanted, offers, host, backend, agreed)
+        if warning:
+            self._warn(manifest, warning)
+        return Ask(manifest=manifest, backend=backend, fallback=agreed)
+
+    def _load_capability(
+        self, text: str, version: int | None, revision: str | None, backend: str | None, fallback: Fallback | None
+    ) -> Any:  # noqa: ANN401 - load_kernel has the types
+        from kernel_loader.capability import check_fields
+
+        wanted = self._wanted(text, version, revision, backend, fallback)
+        key = (wanted, backend, fallback)
+        ask: Ask = self._once.get(key, lambda: self._pick(wanted, backend, fallback, self.host))
+        ask = ask._replace(bundle=bundle_class(ask.manifest))
+        assert ask.bundle is not None, "a kernel has a bundle"
+        # A field with a default may lack its symbol.
+        sure = [field.name for field in fields(ask.bundle) if field.default is field.default_factory is MISSING]
+        check_fields(ask.manifest, self.catalog.capabilities[wanted.capability], sure)
+        return self._once.get(ask, lambda: self._load(ask), _name_of)
 
     def _ask(
         self,
@@ -196,17 +271,10 @@ class KernelLoader:
         backend: str | None,
         fallback: Fallback | None,
     ) -> Ask:
-        if version is not None and (type(version) is not int or version < 0):
-            raise RequestError(f"version={version!r} was given", "A version is a whole number, such as version=1.")
-        if revision is not None and re.fullmatch(r"\S+", str(revision)) is None:
-            raise RequestError(f"revision={revision!r} was given", "A revision is a branch, a tag or a commit.")
-        if version is not None and revision is not None:
-            raise RequestError(f"version={version} and revision={revision!r} were both given", "Pass one of them.")
-        if backend is not None and not isinstance(backend, str):
-            raise RequestError(f"backend={backend!r} was given", "A backend is a name, such as cpu or cuda.")
-        if fallback is not None and fallback not in list(get_args(Fallback)):
-            raise RequestError(f"fallback={fallback!r} was given", 'It is "reference", "error", or left out.')
+        _check_arguments(version, revision, backend, fallback)
         if version is not None or revision is not None:
+            if manifest.repo is None:
+                raise RequestError(f"a version of {manifest.name} was asked for", "It is embedded, and has one alone.")
             # A version is one of the first repository: those of another are numbered otherwise.
             manifest = replace(manifest, version=version, revision=revision, alternatives=())
         return Ask(manifest=manifest, backend=backend, fallback=fallback or self.settings.fallback)
@@ -313,6 +381,19 @@ def spelt(kernel: str) -> tuple[str, int | None, str | None]:
     if match is None:
         return kernel, None, None
     return match["name"], int(match["version"]) if match["version"] else None, match["revision"]
+
+
+def _check_arguments(version: object, revision: object, backend: object, fallback: object) -> None:
+    if version is not None and (type(version) is not int or version < 0):
+        raise RequestError(f"version={version!r} was given", "A version is a whole number, such as version=1.")
+    if revision is not None and re.fullmatch(r"\S+", str(revision)) is None:
+        raise RequestError(f"revision={revision!r} was given", "A revision is a branch, a tag or a commit.")
+    if version is not None and revision is not None:
+        raise RequestError(f"version={version} and revision={revision!r} were both given", "Pass one of them.")
+    if backend is not None and not isinstance(backend, str):
+        raise RequestError(f"backend={backend!r} was given", "A backend is a name, such as cpu or cuda.")
+    if fallback is not None and fallback not in list(get_args(Fallback)):
+        raise RequestError(f"fallback={fallback!r} was given", 'It is "reference", "error", or left out.')
 
 
 def _checked(host: object) -> Host:

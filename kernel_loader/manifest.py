@@ -16,7 +16,8 @@ from kernel_loader.rules import NOTHING, Requires, is_version
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-_NAME: Final = r"[a-z][a-z0-9_]*"
+NAME: Final = r"[a-z][a-z0-9_]*"  # of a kernel, and of a capability
+FEATURE: Final = r"[a-z0-9][a-z0-9\-]*"
 REPO: Final = r"[\w\-][\w.\-]*/[\w\-][\w.\-]*"
 _DIRECTORY: Final = r"[a-z0-9][a-z0-9\-]*"
 _DOTTED: Final = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
@@ -24,7 +25,7 @@ _CLASS: Final = rf"{_DOTTED}:{_DOTTED}"
 
 # Keys that are about one repository; an alternative has them too.
 _REPOSITORY_KEYS: Final = frozenset({"repo", "version", "revision", "backends", "requires", "entrypoints", "guards"})
-_KEYS: Final = _REPOSITORY_KEYS | {"name", "summary", "bundle", "reference", "grid", "alternatives"}
+_KEYS: Final = _REPOSITORY_KEYS | {"name", "summary", "bundle", "reference", "grid", "capabilities", "alternatives"}
 _SPECIFIERS: Final = {
     "cuda-capability": "cuda_capability",
     "cuda-toolkit": "cuda_toolkit",
@@ -50,6 +51,16 @@ class Guard(NamedTuple):
     versions: SpecifierSet | None = None
 
 
+class Offered(NamedTuple):
+    """A feature of a capability, on some kinds of backend; on all that the kernel has builds for with none."""
+
+    feature: str
+    backends: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.feature} on {' and '.join(self.backends)}" if self.backends else self.feature
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A named kernel.
@@ -65,6 +76,7 @@ class Manifest:
         requires: what the kernel demands of a host beyond what its builds say.
         entrypoints: field of the bundle -> what it is bound to. Fields that are not here bind to their own name.
         guards: field of the bundle -> what its function is guarded by, in builds of the repository.
+        capabilities: what the kernel can do, in each of its repositories and by its reference: capability -> features.
         alternatives: the same kernel in other repositories, asked in this order where no build of this one fits.
         file: where the manifest was read, for errors.
         is_anonymous: no manifest was written; it stands for a repository that a caller names.
@@ -82,6 +94,7 @@ class Manifest:
     requires: Requires = NOTHING
     entrypoints: Mapping[str, Entrypoint] = field(default_factory=dict, hash=False)
     guards: Mapping[str, tuple[Guard, ...]] = field(default_factory=dict, hash=False)
+    capabilities: Mapping[str, tuple[Offered, ...]] = field(default_factory=dict, hash=False)
     alternatives: tuple[Manifest, ...] = ()
     file: str = field(default="", compare=False)
     is_anonymous: bool = False
@@ -118,11 +131,12 @@ class Manifest:
             if key in keys and "repo" not in keys:
                 root.error(f"{key} is about a repo, and there is none")
         kernel = cls(
-            name=keys["name"].text(_NAME, "a name in lower case with underscores"),
+            name=keys["name"].text(NAME, "a name in lower case with underscores"),
             summary=keys["summary"].text() if "summary" in keys else "",
             bundle=keys["bundle"].text(_CLASS, "a class (module:Class)") if "bundle" in keys else None,
             reference=keys["reference"].text(_DIRECTORY, "a directory of registry/") if "reference" in keys else None,
             grid=keys["grid"].text(_CLASS, "an attribute of a module (module:NAME)") if "grid" in keys else None,
+            capabilities=_capabilities(keys["capabilities"]) if "capabilities" in keys else {},
             file=file,
         )
         main = _in_repository(kernel, root, keys)
@@ -141,6 +155,11 @@ class Manifest:
             for field, guards in self.guards.items()
         }
         return {field: names for field, names in named.items() if names}
+
+    def offers(self, capability: str, kind: str | None = None) -> tuple[str, ...]:
+        """Features of a capability that the kernel has on a kind of backend; on any with None."""
+        offered = self.capabilities.get(capability, ())
+        return tuple(o.feature for o in offered if kind is None or not o.backends or kind in o.backends)
 
     def unguarded(self) -> Manifest:
         """The kernel without its guards, for callers who take the module instead of the bundle."""
@@ -192,6 +211,24 @@ def _alternative(kernel: Manifest, node: Node) -> Manifest:
     if "repo" not in keys:
         node.error("the key repo is missing")
     return _in_repository(kernel, node, keys)
+
+
+def _capabilities(node: Node) -> dict[str, tuple[Offered, ...]]:
+    """Whether they are known is looked at by the catalog, which has the list."""
+    table = node.table()
+    for name, features in table.items():
+        Node(name, node.fail, features.path).text(NAME, "a name in lower case with underscores")
+    return {name: tuple(_offered(item) for item in features.items()) for name, features in table.items()}
+
+
+def _offered(node: Node) -> Offered:
+    if not isinstance(node.value, dict):
+        return Offered(node.text(FEATURE, "a name in lower case with dashes"))
+    table = known(node, frozenset({"feature", "backends"}))
+    if "feature" not in table or "backends" not in table:
+        node.error("a table here is { feature = ..., backends = [...] }")
+    name = table["feature"].text(FEATURE, "a name in lower case with dashes")
+    return Offered(name, _backends(table["backends"]))
 
 
 def _backends(node: Node) -> tuple[str, ...]:

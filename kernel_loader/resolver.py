@@ -64,6 +64,43 @@ class Verdict(NamedTuple):
         return self.variant is not None and self.variant.backend == "universal"
 
 
+class Candidate(NamedTuple):
+    """A kernel in the list of a capability.
+
+    Attributes:
+        kernel: its registered name.
+        offers: features of the capability that it has on the host's backend.
+        lacks: what the caller wants and it does not offer.
+        resolution: which build of it the host would take; None where it was not looked at, since it lacks something or
+            a kernel before it has a build.
+    """
+
+    kernel: str
+    offers: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    resolution: Resolution | None = None
+
+    @property
+    def has_build(self) -> bool:
+        """Whether a build that is no reference fits."""
+        return self.resolution is not None and self.resolution.taken is not None and not self.resolution.is_reference
+
+    @property
+    def why_not(self) -> str:
+        """Why it is passed over."""
+        if self.lacks:
+            return f"lacks {', '.join(self.lacks)}"
+        if self.resolution is None:
+            return "is not asked, since a kernel above has a build here"
+        published = (self.resolution, *self.resolution.alternatives)
+        embedded = (self.resolution.reference,) if self.resolution.reference else ()
+        nearest = next((found.nearest for found in (*published, *embedded) if found.nearest is not None), None)
+        said = [found.note for found in published if found.note]
+        if nearest is not None:
+            said.append(f"the nearest is {nearest.name}: {'; '.join(reason.message for reason in nearest.reasons)}")
+        return f"has no build here: {'; '.join(dict.fromkeys(said)) or 'there are none'}"
+
+
 class Resolution(NamedTuple):
     """Which build of a repository a host takes, and why.
 
@@ -76,6 +113,9 @@ class Resolution(NamedTuple):
         guards: what is put around the functions of the chosen build, as "field: guard, guard".
         alternatives: the same for the kernel's other repositories, in the order in which they are asked.
         reference: the same for the kernel's embedded builds, which are looked at when nothing above is chosen.
+        capability: what was asked for, where it was no kernel.
+        kernel: the kernel that serves the capability, and that all of the above is about; empty when none does.
+        candidates: the kernels of the capability, in the order in which they are asked.
     """
 
     repo: str
@@ -86,12 +126,21 @@ class Resolution(NamedTuple):
     reference: Resolution | None = None
     alternatives: tuple[Resolution, ...] = ()
     guards: tuple[str, ...] = ()
+    capability: str = ""
+    kernel: str = ""
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def taken(self) -> Resolution | None:
         """The one whose `chosen` is loaded: this, an alternative, or that of the embedded builds; None when none is."""
         found = (self, *self.alternatives, *((self.reference,) if self.reference else ()))
         return next((resolution for resolution in found if resolution.chosen is not None), None)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the reference is what is loaded."""
+        taken = self.taken
+        return taken is not None and taken is self.reference and taken.chosen is not None and taken.chosen.is_universal
 
     @property
     def nearest(self) -> Verdict | None:
@@ -102,7 +151,24 @@ class Resolution(NamedTuple):
     def explain(self) -> str:
         """A table for people: each build, whether it runs on the host, and every reason why not."""
         tables = [line for resolution in (self, *self.alternatives) for line in (*resolution._table(), "")]  # noqa: SLF001 - the same class
+        if self.capability:
+            tables = [*self._path(), "", *(tables if self.kernel else ())]
         return "\n".join([f"On {describe(self.host)}:", "", *tables, *self._conclusion()])
+
+    def _path(self) -> list[str]:
+        width = max((len(candidate.kernel) for candidate in self.candidates), default=0)
+        rows = []
+        for candidate in self.candidates:
+            serves = candidate.kernel == self.kernel
+            mark = "→" if serves else "✗" if candidate.lacks or candidate.resolution else " "
+            said = [] if candidate.has_build else [candidate.why_not]
+            if serves:
+                said.append("its reference serves" if self.is_reference else "has a build here")
+            rows.append(f"  {mark} {candidate.kernel:{width}}  {'; '.join(said)}")
+        return [
+            f"{self.capability}, of the first that offers it and has a build:",
+            *(rows or ["  no kernel"]),
+        ]
 
     def _table(self) -> list[str]:
         width = max((len(v.name) for v in self.verdicts), default=0)
@@ -129,19 +195,28 @@ class Resolution(NamedTuple):
         if self.reference is not None:
             lines += [*self.reference._table(), ""]  # noqa: SLF001 - the same class
         if taken is None or taken.chosen is None:
+            if self.candidates:
+                lines.append("`kernel-loader explain` of a kernel shows its builds.")
             return [*lines, "Chosen: none"]
         if taken is self.reference:
             whence = ", the reference" if taken.chosen.is_universal else ", embedded"
         else:
             whence = "" if taken is self else f", of {taken.repo}"
+        name = f"{self.kernel}, " if self.kernel else ""
         guarded = [f"Guarded: {guards}" for guards in taken.guards]
         doubtful = [v.name for v in taken.verdicts if v.status == "unknown" and v is not taken.chosen]
         passed_over = [f"In doubt, and passed over: {', '.join(doubtful)}"] if doubtful else []
-        return [*lines, f"Chosen: {taken.chosen.name}{whence}", *guarded, *passed_over]
+        return [*lines, f"Chosen: {name}{taken.chosen.name}{whence}", *guarded, *passed_over]
 
     def to_json(self) -> str:
         """The same for programs."""
-        return json.dumps(self._document() | {"host": json.loads(self.host.to_json())}, indent=2)
+        asked = {
+            "capability": self.capability,
+            "kernel": self.kernel or None,
+            "candidates": [_document_of_candidate(candidate) for candidate in self.candidates],
+        }
+        document = (asked if self.capability else {}) | self._document() | {"host": json.loads(self.host.to_json())}
+        return json.dumps(document, indent=2)
 
     def _document(self) -> dict[str, object]:
         return {
@@ -162,6 +237,17 @@ class Resolution(NamedTuple):
             "alternatives": [other._document() for other in self.alternatives],  # noqa: SLF001 - the same class
             "reference": self.reference._document() if self.reference else None,  # noqa: SLF001 - the same class
         }
+
+
+def _document_of_candidate(candidate: Candidate) -> dict[str, object]:
+    resolution = candidate.resolution
+    return {
+        "kernel": candidate.kernel,
+        "offers": list(candidate.offers),
+        "lacks": list(candidate.lacks),
+        "why_not": "" if candidate.has_build else candidate.why_not,
+        "resolution": resolution._document() if resolution else None,  # noqa: SLF001 - the same module
+    }
 
 
 def _document_of(reason: Reason) -> dict[str, str]:

@@ -42,6 +42,18 @@ LEAST_DRIVER: Final = {
 # Dependencies that builds name otherwise than the distribution that provides them; None: no Python package.
 DISTRIBUTIONS: Final = {"tvm-ffi": "apache-tvm-ffi", "onednn": None}
 
+# Distributions that provide the same modules: torch brings Triton under one name or another.
+ALIKE: Final = {
+    "triton": (
+        "pytorch-triton",
+        "triton-rocm",
+        "pytorch-triton-rocm",
+        "triton-xpu",
+        "pytorch-triton-xpu",
+        "triton-windows",
+    )
+}
+
 
 class Accept:
     """The rule has nothing against the build."""
@@ -125,6 +137,7 @@ class Advisory(NamedTuple):
         no_cuda_toolkit: specifier that no CUDA toolkit with nvcc on the host meets.
         when: what a call must be like, in words.
         guard: the guard that mends it, in kernels whose manifest has it.
+        mended: specifiers for the versions at which the kernel's manifest has that guard; None stands for all.
         overruled: why it is not heeded here, such as "ignored by KERNEL_LOADER_IGNORE_ADVISORIES".
     """
 
@@ -140,6 +153,7 @@ class Advisory(NamedTuple):
     no_cuda_toolkit: SpecifierSet | None = None
     when: str = ""
     guard: str | None = None
+    mended: tuple[SpecifierSet | None, ...] = ()
     overruled: str = ""
 
 
@@ -471,8 +485,10 @@ def advisory_rule(advisory: Advisory, host: Host, build: Build) -> Outcome:
     unknown = [name for name, holds in conditions.items() if holds is None]
     message = f"known fault {advisory.id}: {advisory.fault}" + (f" ({advisory.when})" if advisory.when else "")
     remedy = f"{advisory.remedy} Reported: {advisory.source}."
-    if advisory.overruled:
-        return Note("advisory-overruled", f"{message}; {advisory.overruled}", remedy)
+    version = version_of(build.metadata, build.version)
+    is_mended = any(is_version(versions, version) is not False for versions in advisory.mended)
+    if overruled := advisory.overruled or (f"mended by the guard {advisory.guard}" if is_mended else ""):
+        return Note("advisory-overruled", f"{message}; {overruled}", remedy)
     if unknown:
         message += f"; whether it shows depends on {' and '.join(unknown)}, which nobody knows here"
     if advisory.effect == "warn":
@@ -635,7 +651,8 @@ def _packages(host: Host, code: str, requirements: tuple[str, ...]) -> Outcome:
             continue
         if "packages" in host.unknown:
             return _unknown("packages", f"it needs {', '.join(requirements)}")
-        there = host.packages.get(normal_distribution(name))
+        names = (normal_distribution(name), *ALIKE.get(name, ()))
+        there = next((host.packages[alike] for alike in names if alike in host.packages), None)
         if there is None or not _contains(requirement.specifier, there):
             missing.append((f"{name}{requirement.specifier}", f"{there} is installed" if there else "not installed"))
     if not missing:

@@ -31,6 +31,7 @@ VARIABLES: Final = tuple(
         "LOCAL",
         "MANIFESTS",
         "OFFLINE",
+        "PREFER",
         "REFRESH_AFTER",
         "STRICT",
     )
@@ -62,6 +63,7 @@ class Settings:
         local: repository id -> a directory that stands for it: a repository, its `build/`, or one build.
         manifests: directories with manifests of your own; the first that names a kernel wins.
         disable: kernels, by name, for which the reference is always taken.
+        prefer: capability -> kernels, by name, that are asked before all others, the first one first.
         ignore_advisories: ids of advisories that are not heeded; "all" for every one.
         disable_mapping: `kernelize` replaces no layer.
         strict: refuse builds whose compatibility cannot be decided, instead of trying them with a warning.
@@ -76,6 +78,7 @@ class Settings:
     local: Mapping[str, Path] = field(default_factory=dict)
     manifests: tuple[Path, ...] = ()
     disable: frozenset[str] = frozenset()
+    prefer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignore_advisories: frozenset[str] = frozenset()
     disable_mapping: bool = False
     strict: bool = False
@@ -87,14 +90,15 @@ class Settings:
     def __post_init__(self) -> None:
         if self.fallback not in (None, *get_args(Fallback)):
             raise SettingsError("Settings.fallback", str(self.fallback), '"reference", "error" or None')
-        collections = cast("tuple[object, ...]", (self.disable, self.ignore_advisories, self.manifests))
-        if any(isinstance(value, str) for value in collections):
-            expected = "a collection of texts for disable, ignore_advisories and manifests"
+        given = (self.disable, self.ignore_advisories, self.manifests, *self.prefer.values())
+        if any(isinstance(value, str) for value in cast("tuple[object, ...]", given)):
+            expected = "a collection of texts for disable, ignore_advisories and manifests, and for each key of prefer"
             raise SettingsError("Settings", "a text", expected)
         # What a caller may write as text is a path here.
         object.__setattr__(self, "local", {repo: Path(path) for repo, path in self.local.items()})
         object.__setattr__(self, "manifests", tuple(Path(path).absolute() for path in self.manifests))
         object.__setattr__(self, "disable", frozenset(self.disable))
+        object.__setattr__(self, "prefer", {name: tuple(kernels) for name, kernels in self.prefer.items()})
         object.__setattr__(self, "ignore_advisories", frozenset(self.ignore_advisories))
         object.__setattr__(self, "cache", Path(self.cache).absolute())
 
@@ -116,6 +120,7 @@ class Settings:
                 if part
             ),
             disable=_names(environ, f"{PREFIX}DISABLE"),
+            prefer=_prefer(environ, f"{PREFIX}PREFER"),
             ignore_advisories=_names(environ, f"{PREFIX}IGNORE_ADVISORIES"),
             disable_mapping=_boolean(environ, f"{PREFIX}DISABLE_MAPPING"),
             strict=_boolean(environ, f"{PREFIX}STRICT"),
@@ -152,6 +157,20 @@ def _fallback(environ: Mapping[str, str]) -> Fallback | None:
 
 def _names(environ: Mapping[str, str], variable: str) -> frozenset[str]:
     return frozenset(environ.get(variable, "").replace(",", " ").split())
+
+
+def _prefer(environ: Mapping[str, str], variable: str) -> dict[str, tuple[str, ...]]:
+    value = environ.get(variable, "")
+    prefer: dict[str, tuple[str, ...]] = {}
+    for entry in filter(str.strip, value.split(";")):
+        capability, equals, kernels = (part.strip() for part in entry.partition("="))
+        names = tuple(kernels.replace(",", " ").split())
+        if not (capability and equals and names) or "=" in kernels:
+            raise SettingsError(variable, value, "capability=kernel,kernel entries separated by ';'")
+        if capability in prefer:
+            raise SettingsError(variable, value, f"one list a capability; {capability} has two")
+        prefer[capability] = names
+    return prefer
 
 
 def _boolean(environ: Mapping[str, str], variable: str) -> bool:

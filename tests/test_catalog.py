@@ -53,7 +53,11 @@ def install(tmp_path, monkeypatch):
 
 
 def test_shipped_kernels_are_named_after_their_files() -> None:
-    stems = {file.stem for file in data_directory("manifests").glob("*.toml")} - {"layers", "advisories"}
+    stems = {file.stem for file in data_directory("manifests").glob("*.toml")} - {
+        "layers",
+        "advisories",
+        "capabilities",
+    }
     assert set(catalog().names()) == stems
     assert all(catalog().get(name).name == name for name in stems)
 
@@ -77,7 +81,7 @@ def test_dashes_and_underscores_are_one(tmp_path, spelling: str, stem: str) -> N
 def test_every_listed_name_can_be_had(tmp_path) -> None:
     for stem in ("plain", "with-dash", "Upper"):
         write(tmp_path, stem, stem.lower().replace("-", "_"))
-    for odd in ("two.parts", "1st", ".hidden", "layers", "advisories"):
+    for odd in ("two.parts", "1st", ".hidden", "layers", "advisories", "capabilities"):
         write(tmp_path, odd)
     (tmp_path / "directory.toml").mkdir()
     (tmp_path / "notes.md").write_text("x")
@@ -87,7 +91,7 @@ def test_every_listed_name_can_be_had(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["layers", "advisories", "../manifests/finegrained_fp8", "", ".", "finegrained_fp8.toml"]
+    "name", ["layers", "advisories", "capabilities", "../manifests/finegrained_fp8", "", ".", "finegrained_fp8.toml"]
 )
 def test_what_is_no_name_of_a_kernel_is_not_looked_up_as_a_file(name: str) -> None:
     with pytest.raises(UnknownKernel):

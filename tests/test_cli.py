@@ -127,6 +127,22 @@ def test_guards_and_advisories_are_shown(run, workshop):
     assert "ignored by" in run("explain", "my_kernel", KERNEL_LOADER_IGNORE_ADVISORIES="a-b")[1]
 
 
+def test_a_capability_may_stand_where_a_kernel_does(run, workshop):
+    (workshop.manifests / "capabilities.toml").write_text('[doubling.features]\nodd = "odd numbers too"\n')
+    workshop.simple("my_kernel", capabilities={"doubling": ["odd"]})
+    workshop.simple("plain_kernel", capabilities={"doubling": []})
+    assert "    offers: doubling[odd]\n" in run("list")[1]
+    status, out, _ = run("explain", "doubling[odd]")
+    assert status == 0
+    assert "  → my_kernel     has a build here\n  ✗ plain_kernel  lacks odd\n" in out
+    assert json.loads(run("explain", "doubling", "--json")[1])["kernel"] == "my_kernel"
+    assert json.loads(run("load", "doubling[odd]", "--json")[1])["kernel"] == "my_kernel"
+    preferred = {"KERNEL_LOADER_PREFER": "doubling=plain_kernel"}
+    assert json.loads(run("load", "doubling", "--json", **preferred)[1])["kernel"] == "plain_kernel"
+    assert run("prefetch", "doubling[odd]")[1].startswith("my_kernel  torch-universal  ")
+    assert "Did you mean doubling[odd]?" in run("load", "doubling[od]")[2]
+
+
 def test_load_shows_what_was_loaded_from_where(run, workshop):
     build = workshop.simple("my_kernel")
     status, out, _ = run("load", "my_kernel")

@@ -8,14 +8,14 @@ from packaging.specifiers import SpecifierSet
 
 from kernel_loader.errors import ManifestError
 from kernel_loader.host import BACKEND_KINDS
-from kernel_loader.manifest import Entrypoint, Guard, Manifest, normalise
+from kernel_loader.manifest import Entrypoint, Guard, Manifest, Offered, normalise
 from kernel_loader.resources import data_directory
 from kernel_loader.rules import Requires
 
 LEAST = {"name": "activation", "reference": "activation"}
 REPO = {"repo": "org/a", "version": 1}
 SHIPPED = sorted(data_directory("manifests").glob("*.toml"))
-KERNELS = [file for file in SHIPPED if file.stem not in ("layers", "advisories")]
+KERNELS = [file for file in SHIPPED if file.stem not in ("layers", "advisories", "capabilities")]
 
 
 def test_a_manifest_of_every_key_is_read() -> None:
@@ -281,8 +281,47 @@ def test_a_misspelt_guard_is_told_the_right_one(name: str, told: str) -> None:
         Manifest.from_table(LEAST | REPO | {"guards": {"a": [name]}}, "a.toml")
 
 
+def test_what_a_kernel_offers_is_kept_as_it_is_written() -> None:
+    table = LEAST | {"capabilities": {"attention": ["varlen", "gqa-backward"], "rms_norm": []}}
+    manifest = Manifest.from_table(table, "a.toml")
+    assert manifest.capabilities == {"attention": (Offered("varlen"), Offered("gqa-backward")), "rms_norm": ()}
+    assert manifest.offers("attention", "xpu") == ("varlen", "gqa-backward")
+    assert manifest.offers("moe") == ()
+    assert Manifest.from_table(LEAST, "a.toml").capabilities == {}
+    assert hash(manifest) == hash(Manifest.from_table(table, "b.toml"))
+
+
+def test_a_feature_may_be_offered_on_some_backends_alone() -> None:
+    offered = ["varlen", {"feature": "softcap", "backends": ["cuda", "rocm"]}]
+    manifest = Manifest.from_table(LEAST | {"capabilities": {"attention": offered}}, "a.toml")
+    assert manifest.offers("attention", "rocm") == manifest.offers("attention") == ("varlen", "softcap")
+    assert manifest.offers("attention", "xpu") == ("varlen",)
+    assert [str(feature) for feature in manifest.capabilities["attention"]] == ["varlen", "softcap on cuda and rocm"]
+
+
+@pytest.mark.parametrize(
+    ("offered", "path"),
+    [
+        (["attention"], "capabilities"),
+        ({"attention": "varlen"}, "capabilities.attention"),
+        ({"attention": True}, "capabilities.attention"),
+        ({"Attention": []}, "capabilities.Attention"),
+        ({"rms-norm": []}, "capabilities.rms-norm"),
+        ({"attention": ["gqa_backward"]}, "capabilities.attention[0]"),
+        ({"attention": ["varlen", 1]}, "capabilities.attention[1]"),
+        ({"attention": [{"feature": "varlen"}]}, "capabilities.attention[0]"),
+        ({"attention": [{"feature": "varlen", "backends": ["abacus"]}]}, "capabilities.attention[0].backends[0]"),
+        ({"attention": [{"feature": "varlen", "backend": ["cpu"]}]}, "capabilities.attention[0].backend"),
+    ],
+)
+def test_an_offer_of_another_form_is_refused_with_its_place(offered: object, path: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        Manifest.from_table(LEAST | {"capabilities": offered}, "a.toml")
+    assert caught.value.path == path
+
+
 def test_a_key_like_no_other_is_told_all_keys() -> None:
-    with pytest.raises(ManifestError, match="alternatives, backends, bundle, entrypoints"):
+    with pytest.raises(ManifestError, match="alternatives, backends, bundle, capabilities, entrypoints"):
         Manifest.from_table(LEAST | {"zzz": "x"}, "a.toml")
 
 

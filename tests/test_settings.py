@@ -93,6 +93,22 @@ def test_advisories_to_ignore_are_ids_with_commas_or_spaces_between() -> None:
         Settings(ignore_advisories="all")
 
 
+def test_preferred_kernels_are_lists_for_capabilities() -> None:
+    environ = {"KERNEL_LOADER_PREFER": " attention = my_attention, flash-attn2 ;rms_norm=liger_kernels;"}
+    preferred = {"attention": ("my_attention", "flash-attn2"), "rms_norm": ("liger_kernels",)}
+    assert Settings.from_env(environ).prefer == preferred
+    assert Settings(prefer={"moe": ["mine"]}).prefer == {"moe": ("mine",)}
+    with pytest.raises(SettingsError, match="for each key of prefer"):
+        Settings(prefer={"moe": "mine"})
+
+
+@pytest.mark.parametrize("value", ["attention", "attention=", "=a", "attention=a=b", "a=b;a=c", "attention:flash"])
+def test_preferences_of_another_form_are_refused(value: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_env({"KERNEL_LOADER_PREFER": value})
+    assert (caught.value.variable, caught.value.value) == ("KERNEL_LOADER_PREFER", value)
+
+
 def test_manifests_are_directories_in_their_order() -> None:
     environ = {"KERNEL_LOADER_MANIFESTS": os.pathsep.join(["/b", "", "/a"])}
     assert Settings.from_env(environ).manifests == (Path("/b"), Path("/a"))

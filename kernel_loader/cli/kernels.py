@@ -51,7 +51,7 @@ def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command
         row: dict[str, str | None] = {"name": name, "repo": None, "summary": ""}
         try:
             manifest = loader.catalog.get(name)
-            row |= {"repo": manifest.repo, "summary": manifest.summary}
+            row |= {"repo": manifest.repo, "summary": manifest.summary, "offers": _offers(manifest)}
             resolution = loader.resolve(name)
             row["build"] = _taken(resolution)
         except NotCached:
@@ -63,8 +63,15 @@ def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
-        lines = [row["summary"], row["repo"] or "embedded", f"here: {row['build']}"]
+        offers = f"offers: {row['offers']}" if row.get("offers") else None
+        lines = [row["summary"], row["repo"] or "embedded", offers, f"here: {row['build']}"]
         click.echo("\n".join([str(row["name"]), *(f"    {line}" for line in lines if line)]))
+
+
+def _offers(manifest: Any) -> str:  # noqa: ANN401 - a Manifest
+    """What a kernel can do, as a caller asks for it."""
+    offered = manifest.capabilities.items()
+    return ", ".join(f"{name}[{', '.join(map(str, features))}]" if features else name for name, features in offered)
 
 
 def _taken(resolution: Any) -> str:  # noqa: ANN401 - a Resolution, whose module is imported only when it is needed
@@ -84,8 +91,8 @@ def _taken(resolution: Any) -> str:  # noqa: ANN401 - a Resolution, whose module
 def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: bool) -> None:  # noqa: FBT001
     """Show which build of KERNEL a machine would take, and why not the others.
 
-    KERNEL is a registered name, or a repository: org/name, org/name@3 (a version), org/name@branch-or-commit. Exits 1
-    when nothing fits, not even a reference.
+    KERNEL is a registered name; a capability, such as attention[varlen]; or a repository: org/name, org/name@3 (a
+    version), org/name@branch-or-commit. Exits 1 when nothing fits, not even a reference.
     """
     from kernel_loader.api import default_loader
     from kernel_loader.loader import spelt
@@ -104,7 +111,7 @@ def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: b
 @click.option("--fallback", type=click.Choice(["reference", "error"]), help="What to do when no build can be had.")
 @options.as_json
 def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None:  # noqa: ANN401, FBT001
-    """Load KERNEL as a program would, and show what was loaded from where."""
+    """Load KERNEL, a name or a capability, as a program would, and show what was loaded from where."""
     from kernel_loader import api
     from kernel_loader.loader import spelt
 
