@@ -24,10 +24,10 @@ lint: $(VENV)/ready
 
 types: $(VENV)/ready
 	$(BIN)/mypy
-	@# The directory of a build is no package name: each is checked as a copy that has one.
-	@set -e; copies=$$(mktemp -d); trap "rm -rf $$copies" EXIT; for build in registry/*/build/*; do \
-	    name=$$(echo $$build | tr '/-' '__'); cp -r $$build $$copies/$$name; echo "mypy $$build"; \
-	    (cd $$copies && $(CURDIR)/$(BIN)/mypy --strict --package $$name --cache-dir $(CURDIR)/.mypy_cache); done
+	@# The directory of a build is no package name: each is checked as a copy that has one. Kernels in Triton have no types.
+	@set -e; copies=$$(mktemp -d); trap "rm -rf $$copies" EXIT; names=; for build in registry/*/build/torch-universal; do \
+	    name=$$(echo $$build | tr '/-' '__'); cp -r $$build $$copies/$$name; names="$$names --package $$name"; done; \
+	    cd $$copies && $(CURDIR)/$(BIN)/mypy --strict $$names --cache-dir $(CURDIR)/.mypy_cache
 
 contract: $(VENV)/ready
 	$(BIN)/lint-imports

@@ -99,7 +99,7 @@ def ms_deform_attn_backward(
     def forward(value: Tensor, sampling_loc: Tensor, attn_weight: Tensor) -> Tensor:
         return ms_deform_attn_forward(value, spatial_shapes, level_start_index, sampling_loc, attn_weight, im2col_step)
 
-    _, pull = torch.func.vjp(forward, value, sampling_loc, attn_weight)
+    _, pull, *_ = torch.func.vjp(forward, value, sampling_loc, attn_weight)
     return list(pull(grad_output))
 
 

@@ -107,7 +107,7 @@ def LigerForCausalLMLoss(  # noqa: N802 - the published name
         over_tokens=over_tokens,
     )
     total = one * 0.0
-    for some, labels_of in zip(rows.split(_TOKENS), target.split(_TOKENS), strict=True):
+    for some, labels_of in zip(torch.split(rows, _TOKENS), torch.split(target, _TOKENS), strict=True):
         total = total + checkpoint(
             _loss, some, lm_head_weight, lm_head_bias, labels_of, terms, use_reentrant=False, preserve_rng_state=False
         )

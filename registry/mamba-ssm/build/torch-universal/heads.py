@@ -114,9 +114,9 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **rest: Tenso
         "seq_idx": (batch, length),
     }
     dtypes = {"z": (x.dtype,), "seq_idx": INTEGERS}
-    for name, value in rest.items():
-        if value is not None:
-            check_like(name, value, x, shapes[name], dtypes.get(name, FLOATS))
+    for name, given in rest.items():
+        if given is not None:
+            check_like(name, given, x, shapes[name], dtypes.get(name, FLOATS))
 
 
 def _channels_first(x: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def _add_shared(total: Tensor, of_channels: Tensor, cut: slice) -> None:
     """Add what channels give at some positions (t, b, d, n) to what they share (b, g, n, l), or (b, g, n, 1)."""
     # Both sizes are named: torch cannot tell one from the other where there are no rows.
     sizes = (total.shape[1], of_channels.shape[2] // total.shape[1])
-    shared = of_channels.unflatten(2, sizes).sum(3).permute(1, 2, 3, 0)
+    shared = torch.unflatten(of_channels, 2, sizes).sum(3).permute(1, 2, 3, 0)
     if total.shape[-1] == 1:
         total += shared.sum(-1, keepdim=True)
     else:

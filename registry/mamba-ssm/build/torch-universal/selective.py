@@ -59,7 +59,7 @@ def selective_scan_fn(
     if delta_softplus:
         steps = functional.softplus(steps)
     shared = (_by_group(name, value, u, A).to(wide.dtype) for name, value in (("B", B), ("C", C)))
-    y, last_state = scan(wide, steps, A.to(wide.dtype), *shared, None, None)
+    y, last_state = scan(wide, steps, A.to(wide.dtype), next(shared), next(shared), None, None)
     if D is not None:
         y = y + D.to(wide.dtype)[:, None] * wide
     if z is not None:

@@ -87,9 +87,9 @@ def selective_state_update(
     check_groups("B", groups, channels[0] if has_heads else 1)
     for name, value in (("B", B), ("C", C)):
         check_like(name, value, x, (batch, groups, size) if B.ndim == 3 else (batch, size))
-    for name, value in (("D", D), ("dt_bias", dt_bias)):
-        if value is not None:
-            check_like(name, value, x, channels)
+    for name, given in (("D", D), ("dt_bias", dt_bias)):
+        if given is not None:
+            check_like(name, given, x, channels)
     if z is not None:
         check_like("z", z, x, (batch, *channels))
     if state_batch_indices is not None:
@@ -97,7 +97,7 @@ def selective_state_update(
 
     if has_heads:
         one_more = (state, x, dt, A)
-        biases = (D, z, dt_bias)
+        biases: tuple[Tensor | None, ...] = (D, z, dt_bias)
     else:
         one_more = (state.unsqueeze(1), x.unsqueeze(1), dt.unsqueeze(1), A.unsqueeze(0))
         biases = tuple(

@@ -124,7 +124,7 @@ def _weight(codes: Tensor, scale: Tensor, n0: int, n1: int, k0: int, k1: int) ->
     values[:, 0::2] = table[(packed & 0xF).long()]
     values[:, 1::2] = table[(packed >> 4).long()]
     exponents = _real(scale[n0:n1, k0 // _GROUP : k1 // _GROUP])
-    return values.unflatten(1, (-1, _GROUP)).mul_(exponents.unsqueeze(2)).flatten(1)
+    return torch.unflatten(values, 1, (-1, _GROUP)).mul_(exponents.unsqueeze(2)).flatten(1)
 
 
 def _real(exponents: Tensor) -> Tensor:

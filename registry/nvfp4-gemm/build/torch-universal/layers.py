@@ -62,7 +62,7 @@ class NVFP4FusedSwiGLUMLP(nn.Module):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
         check_activations(x, 2 * codes.shape[1])
         rows = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        both = product(rows, codes, self.nvfp4_fused_sf, None) * self.nvfp4_fused_alpha
+        both = product(rows, codes, self.nvfp4_fused_sf, None) * self.nvfp4_fused_alpha  # type: ignore[arg-type,operator]
         gates, up = both.chunk(2, dim=-1)
         opened = (functional.silu(gates) * up).to(torch.bfloat16)
         return self.down_proj(opened.reshape(*x.shape[:-1], -1))  # type: ignore[no-any-return]

@@ -60,7 +60,7 @@ def quantize(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Two codes a byte, (rows, K / 2) uint8, and e4m3 scales by their bits, (rows, K / 16) uint8.
     """
-    groups = x.unflatten(1, (-1, GROUP))
+    groups = torch.unflatten(x, 1, (-1, GROUP))
     amax = groups.abs().amax(dim=2)
     # A tensor, not a number: CUDA multiplies by the reciprocal of a number, which is one ulp away from dividing.
     wanted = amax / torch.full_like(amax, E2M1_MAX) * global_scale
@@ -78,7 +78,7 @@ def scaled_values(codes: Tensor, scales: Tensor) -> Tensor:
     values[:, 0::2] = table[(codes & 0xF).long()]
     values[:, 1::2] = table[(codes >> 4).long()]
     scale = scales.view(torch.float8_e4m3fn).to(torch.float32)
-    return values.unflatten(1, (-1, GROUP)).mul_(scale.unsqueeze(2)).flatten(1)
+    return torch.unflatten(values, 1, (-1, GROUP)).mul_(scale.unsqueeze(2)).flatten(1)
 
 
 def _e2m1_codes(x: Tensor) -> Tensor:
