@@ -169,7 +169,7 @@ def test_seal_writes_digests_and_check_finds_stale_ones(run, workshop):
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["explain", "no_such_kernel"], 1, "No kernel is registered"),
+        (["explain", "no_such_kernel"], 1, "No kernel or capability is registered"),
         (["load", "finegraned_fp8"], 1, "Did you mean finegrained_fp8?"),
         (["explain", "org/no-such-repository"], 1, "it is not on this machine, and the Hub must not be asked"),
         (["load", "finegrained_fp8", "--backend", "rocm"], 1, "this host has cpu"),

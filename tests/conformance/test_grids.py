@@ -107,7 +107,7 @@ def test_every_size_is_one_of_the_problem_and_has_work(grid):
 @pytest.mark.parametrize("mode", ["eager", "compile", "backward"])
 def test_the_reference_passes(kernel, grid, mode):
     # Compilation takes its time for each case. What is compiled is one op or a few in most of them.
-    some = {case_id(entry, case) for entry in grid for case in entry.cases[:6]} if mode == "compile" else ()
+    some = {case_id(entry, case) for entry in grid for case in entry.cases[:3]} if mode == "compile" else ()
     checked = check(kernel, device="cpu", modes=(mode,), processes=0, only=some)
     assert checked.against == "formulas"
     assert [str(finding) for finding in checked.failed] == []

@@ -178,7 +178,8 @@ def test_autograd_takes_a_buffer_for_new():
 
 
 SOURCE = """
-#include <torch/extension.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
 at::Tensor past_the_end(const at::Tensor& x) {
   at::Tensor out = at::empty_like(x);
   out.data_ptr<float>()[x.numel() - 1 + 1] = 3.0f;

@@ -6,7 +6,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ._ops import ops, qualified, without_autocast
+from ._ops import ops, qualified
+from .autocast import without_autocast
 from .grouped import grouped_sum, segments
 
 E4M3_MAX: Final = 448.0

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from ._ops import ops, qualified, without_autocast
+from ._ops import ops, qualified
+from .autocast import without_autocast
 
 
 def grouped_linear(x: Tensor, matrices: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
