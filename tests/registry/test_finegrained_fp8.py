@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import kernel_loader
 from kernel_loader.bundles.fp8 import FineGrainedFP8
 
 BUILD = Path(__file__).parents[2] / "registry" / "finegrained-fp8" / "build" / "torch-universal"
@@ -935,3 +936,14 @@ def test_any_shape_agrees_with_the_formula(fp8: ModuleType, data: st.DataObject)
         assert_routed(call_routed(fp8, op, A, (B, Bs, block_size), ids), A_hat, B, Bs, block, ids)
     Bs0 = Bs[0]
     assert_product(fp8.matmul_2d(A, B[0], Bs0, block_size), A_hat, dequantised(B[0], Bs0, block))
+
+
+def test_outputs_can_be_changed_in_place_in_training(monkeypatch):
+    monkeypatch.setenv("KERNEL_LOADER_DISABLE", "finegrained_fp8")
+    kernel = kernel_loader.load_kernel("finegrained_fp8")
+    codes, scale = torch.ones(4, 32).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    for shape in ((32,), (2, 32), (2, 3, 32)):
+        a = torch.ones(shape, requires_grad=True)
+        y = kernel.fp8_matmul(a, codes, scale, [128, 128])
+        y.add_(1).sum().backward()
+        assert torch.equal(a.grad, torch.full(shape, 4.0))

@@ -612,3 +612,18 @@ def test_a_call_under_no_grad_and_one_that_learns_agree(on_gpu):
     with torch.no_grad():
         plain = on_gpu(*given)
     assert torch.equal(plain, on_gpu(given[0].requires_grad_(), *given[1:]).detach())
+
+
+def test_autocast_changes_nothing(monkeypatch):
+    """The dtypes are those that the bundle promises, as in compiled kernels, which know nothing of autocast."""
+    monkeypatch.setenv("KERNEL_LOADER_DISABLE", "moe_experts")
+    kernel = kernel_loader.load_kernel("moe_experts")
+    x = torch.randn(5, 16, requires_grad=True)
+    arguments = (torch.arange(10).view(5, 2) % 3, torch.rand(5, 2), torch.randn(3, 16, 16), torch.randn(3, 16, 8))
+    plain = kernel.experts_forward(x, *arguments)
+    (gradient,) = torch.autograd.grad(plain.sum(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = kernel.experts_forward(x, *arguments)
+        (again,) = torch.autograd.grad(cast.sum(), x)
+    assert torch.equal(cast, plain)
+    assert torch.equal(again, gradient)
