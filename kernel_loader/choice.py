@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, SourceError
 from kernel_loader.host import Host
 from kernel_loader.manifest import Manifest, normalise
+from kernel_loader.provenance import REFERENCE
 from kernel_loader.resolver import Candidate, Resolution, Verdict, resolve
 from kernel_loader.rules import Advisory, version_of
 from kernel_loader.settings import Fallback, Settings
@@ -23,9 +24,6 @@ _OTHER_VERSIONS: Final = 5
 
 # What KERNEL_LOADER_IGNORE_ADVISORIES calls every advisory.
 _ALL: Final = "all"
-
-# The one name of a build for no backend in particular.
-_REFERENCE: Final = "torch-universal"
 
 
 class Ask(NamedTuple):
@@ -130,16 +128,18 @@ class Chooser:
         warnings = (f"uses the slow reference. {error}",) if choice.reference else choice.warnings
         return choice._replace(why=error.problem, warnings=warnings)
 
-    def reference(self, ask: Ask, host: Host, why: str, warning: str) -> Choice:
+    def reference(self, ask: Ask, host: Host, why: str = "", warning: str = "") -> Choice:
         """The reference of the kernel, whatever else fits.
 
         Raises:
             NoCompatibleBuild: it does not fit, or there is none.
         """
+        if ask.manifest.reference is None:
+            raise NoCompatibleBuild(ask.manifest.name, Resolution(ask.manifest.name, host, note="it has no reference"))
         found = self._look_embedded(ask.manifest, host.select(ask.backend), only_reference=True)
         if found.resolution.chosen is None:
             raise NoCompatibleBuild(found.resolution.repo, found.resolution)
-        return _choice(found)._replace(why=why, warnings=(warning,))
+        return _choice(found)._replace(why=why, warnings=(warning,) if warning else ())
 
     def resolve(self, ask: Ask, host: Host) -> Resolution:
         """What fits a host."""
@@ -264,7 +264,7 @@ class Chooser:
             raise SourceError(repo, detail, "Correct `reference` in the manifest, or put the builds there.")
         names = listing.names
         if only_reference or manifest.name in self._disabled:
-            names = tuple(name for name in names if name == _REFERENCE)
+            names = tuple(name for name in names if name == REFERENCE)
         read = functools.partial(source.metadata, listing)
         resolution = resolve(names, host, repo=repo, read_metadata=read, strict=self._strict)
         return Looked(resolution, None, source, listing)

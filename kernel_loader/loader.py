@@ -116,6 +116,17 @@ class KernelLoader:
         ask = ask._replace(bundle=bundle_class(ask.manifest, kernel if isinstance(kernel, type) else None))
         return self._once.get(ask, lambda: self._load(ask), _name_of)
 
+    def load_reference(self, kernel: str | type) -> Any:  # noqa: ANN401 - as `load`
+        """The reference of a kernel as a bundle, whatever builds there are.
+
+        Raises:
+            NoCompatibleBuild: the kernel has none.
+            UnknownKernel, ManifestError, KernelImportError: as `load`.
+        """
+        ask = self._ask(self.catalog.get(kernel), None, None, None, None)
+        ask = ask._replace(bundle=bundle_class(ask.manifest, kernel if isinstance(kernel, type) else None))
+        return self._bundle(ask, self._chooser.reference(ask, self.host, "it was asked for"))
+
     def load_module(
         self,
         repo_id: str,
@@ -170,7 +181,7 @@ class KernelLoader:
             return True
         if ask.fallback == "reference" and ask.manifest.reference is not None:
             with contextlib.suppress(KernelLoaderError):
-                self._chooser.reference(ask, host, "", "")
+                self._chooser.reference(ask, host)
                 return True
         return False
 

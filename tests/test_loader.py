@@ -900,3 +900,17 @@ def test_a_bundle_that_was_pickled_still_knows_its_origin(workshop):
 )
 def test_a_kernel_may_be_written_with_its_version_or_revision(written, name, version, revision):
     assert spelt(written) == (name, version, revision)
+
+
+def test_the_reference_can_be_asked_for_whatever_builds_there_are(workshop, caplog):
+    workshop.simple("my_kernel", "def double(x):\n    return 3 * x\n", reference="my-reference")
+    write_build(workshop.manifests / "registry" / "my-reference", "torch-universal")
+    loader = workshop.loader()
+    build, reference = loader.load("my_kernel"), loader.load_reference("my_kernel")
+    assert (build.double(1), reference.double(1)) == (3, 2)
+    assert kernel_loader.origin(reference).reference
+    assert not kernel_loader.origin(build).reference
+    assert caplog.records == []
+    workshop.simple("other")
+    with pytest.raises(NoCompatibleBuild, match="it has no reference"):
+        workshop.loader().load_reference("other")

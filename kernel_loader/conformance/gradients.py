@@ -14,7 +14,7 @@ from kernel_loader.conformance.compare import Difference, compare
 from kernel_loader.conformance.grid import Draw, tensors_in
 from kernel_loader.conformance.memory import GuardedMemory, copy_of, same, soil
 from kernel_loader.conformance.roof import synchronise
-from kernel_loader.conformance.subject import OTHER_SEED, SEED, BuildError, Skipped, Subject
+from kernel_loader.conformance.subject import OTHER_SEED, SEED, Skipped, Subject, of_build
 
 
 def gradient(subject: Subject) -> Difference:
@@ -64,13 +64,12 @@ def _gradients(
         raise Skipped("no gradient is promised")
     drawn = subject.inputs(seed)
     keys = drawn.tensors(entry.gradients)
-    names = iter(range(len(tensors_in(drawn))))
-    own = drawn.map(lambda tensor: memory.input(tensor, f"input {next(names)}") if memory else copy_of(tensor))
+    own = memory.inputs(drawn) if memory is not None else drawn.map(copy_of)
     ours, theirs = own.replace(keys, _leaf), drawn.map(copy_of).replace(keys, _wide_leaf)
     want = _floats(theirs.call(entry.formula))
     soil(subject.device)
     with memory or contextlib.nullcontext():
-        got = _floats(_of_build(lambda: ours.call(subject.function)))
+        got = _floats(of_build(lambda: ours.call(subject.function)))
         if len(got) != len(want):
             return Difference(math.inf, f"{len(got)} tensors of floats came, {len(want)} are right")
         pairs = [(a, b) for a, b in zip(got, want, strict=True) if b.requires_grad]
@@ -78,7 +77,7 @@ def _gradients(
             return Difference(math.inf, f"output {missing[0]} has no gradient")
         draw = Draw(subject.device, OTHER_SEED)
         above = [upstream(a, draw) for a, _ in pairs]
-        there = _of_build(lambda: _grad([a for a, _ in pairs], [ours[key] for key in keys], above))
+        there = of_build(lambda: _grad([a for a, _ in pairs], [ours[key] for key in keys], above))
         synchronise(subject.device)
     right = _grad([b for _, b in pairs], [theirs[key] for key in keys], [g.to(torch.float64) for g in above])
     if keep is not None:
@@ -102,13 +101,6 @@ def _of_argument(subject: Subject, key: int | str, there: Tensor | None, right: 
     right = right if right is not None else torch.zeros_like(there)
     found = compare(there, right, subject.entry.gradient_tolerance or subject.entry.tolerance, (there.dtype,))
     return found._replace(detail=f"gradient of {name}: {found.detail}") if found.detail else found
-
-
-def _of_build(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - any structure
-    try:
-        return call()
-    except Exception as error:
-        raise BuildError(error) from error
 
 
 def _floats(returned: Any) -> list[Tensor]:  # noqa: ANN401 - any structure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kernel_loader import api
 from kernel_loader.conformance.grid import Draw, Entry, Inputs, Work, tensors_in
-from kernel_loader.conformance.plan import default_device, grid_of, has, load, trouble_with
+from kernel_loader.conformance.plan import grid_of, has, load, usable
 from kernel_loader.conformance.roof import Roof, called, measure_roof, seconds, wall_seconds
 from kernel_loader.conformance.subject import as_function
 from kernel_loader.errors import RequestError
@@ -89,7 +90,7 @@ def bench(
     if not entries or only - {entry.entrypoint for entry in entries}:
         missing = ", ".join(sorted(only - {entry.entrypoint for entry in entries})) or "any entrypoint"
         raise RequestError(f"the grid names no problems for {missing}", "Give its entry `problem` and `sizes`.")
-    where = _usable(device)
+    where = usable(device)
     problems = [(entry, one) for entry in entries for one in sizes or entry.sizes]
     bundle, reference = load(kernel, str(where))
     roof = measure_roof(where, {work.peak for entry, one in problems if (work := work_of(entry, one))})
@@ -121,21 +122,20 @@ def prewarm(
         RequestError: the bundle was not loaded here, or its grid has no such entrypoint or sizes. Nothing was called.
     """
     origin = api.origin(bundle)
-    where = _usable(device)
+    where = usable(device)
     ready = []
     for entrypoint, problems in shapes.items():
         if not has(bundle, entrypoint):
             raise RequestError(f"{type(bundle).__name__} has no {entrypoint!r}", "Name one of its entrypoints.")
         if not isinstance(problems, (list, tuple)):
             raise RequestError(f"the problems of {entrypoint} are {problems!r}", "Pass a list of sizes or Inputs.")
+        function = as_function(operator.attrgetter(entrypoint)(bundle))
+        gradients = _entry(bundle, origin, entrypoint).gradients if backward else ()
         for problem in problems:
-            entry = None if isinstance(problem, Inputs) and not backward else _entry(bundle, origin, entrypoint)
-            inputs = problem if isinstance(problem, Inputs) else draw(entry, problem, where)
-            ready.append((entrypoint, problem, inputs, entry.gradients if entry is not None and backward else ()))
-    return [
-        (entrypoint, problem, _first(as_function(operator.attrgetter(entrypoint)(bundle)), inputs, gradients, where))
-        for entrypoint, problem, inputs, gradients in ready
-    ]
+            given = isinstance(problem, Inputs)
+            inputs = problem if given else draw(_entry(bundle, origin, entrypoint), problem, where)
+            ready.append((entrypoint, problem, functools.partial(_first, function, inputs, gradients, where)))
+    return [(entrypoint, problem, first()) for entrypoint, problem, first in ready]
 
 
 def _timing(
@@ -189,13 +189,12 @@ def work_of(entry: Entry, sizes: Sizes) -> Work | None:
         raise _no_problem(entry, sizes, error) from error
 
 
-def draw(entry: Entry | None, sizes: Sizes, device: torch.device) -> Inputs:
+def draw(entry: Entry, sizes: Sizes, device: torch.device) -> Inputs:
     """The problem of an entry for some sizes.
 
     Raises:
         RequestError: it has none, or not of these sizes.
     """
-    assert entry is not None, "sizes are those of an entry"
     if entry.problem is None:
         what = f"the grid names no sizes for {entry.entrypoint}"
         raise RequestError(what, "Pass Inputs that hold the arguments themselves.")
@@ -209,18 +208,6 @@ def _no_problem(entry: Entry, sizes: Sizes, error: Exception) -> RequestError:
     known = ", ".join(entry.sizes[0]) if entry.sizes else "not told"
     what = f"{dict(sizes)} is no problem for {entry.entrypoint} ({str(error).partition(chr(10))[0]})"
     return RequestError(what, f"Its sizes: {known}. Name the entrypoint, where others have other sizes (--only).")
-
-
-def _usable(device: str | None) -> torch.device:
-    """The device.
-
-    Raises:
-        RequestError: nothing can be computed there.
-    """
-    name = device if device is not None else default_device()
-    if trouble := trouble_with(name):
-        raise RequestError(f"nothing can be computed on {name} ({trouble})", "Name another device.")
-    return torch.device(name)
 
 
 def _entry(bundle: object, origin: Origin, entrypoint: str) -> Entry:

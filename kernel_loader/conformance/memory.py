@@ -8,13 +8,14 @@ allocated before is not reached, nor what a library takes from the driver, nor a
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernel_loader.conformance.grid import map_tensors, tensors_in
+from kernel_loader.conformance.grid import Inputs, map_tensors, tensors_in
 
 # Bytes before and after a buffer: a multiple of what allocators align to (512), so that addresses are as they would be.
 PADDING: Final = 2048
@@ -45,6 +46,11 @@ class GuardedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             _flat(view).copy_(_flat(tensor))
             self._buffers.append(_Buffer(what, block, view, block.clone()))
         return view
+
+    def inputs(self, drawn: Inputs) -> Inputs:
+        """Copies of all tensors of some arguments, likewise."""
+        numbers = itertools.count()
+        return drawn.map(lambda tensor: self.input(tensor, f"input {next(numbers)}"))
 
     def damage(self, mutated: tuple[Tensor, ...] = ()) -> str:
         """What was overwritten that should not have been; empty if nothing was.

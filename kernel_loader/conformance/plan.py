@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +14,7 @@ from kernel_loader.conformance.grid import Case, Entry, Grid, Mode
 from kernel_loader.conformance.probes import PROBES, probe
 from kernel_loader.conformance.subject import Finding, Subject, as_function
 from kernel_loader.errors import ManifestError, RequestError
-from kernel_loader.loader import KernelLoader, spelt
-from kernel_loader.settings import Settings
+from kernel_loader.loader import spelt
 
 
 class Job(NamedTuple):
@@ -73,21 +69,7 @@ def load(kernel: str | type, device: str) -> tuple[Any, Any]:
     manifest = api.default_loader().catalog.get(name)
     if api.origin(bundle).reference or manifest.reference is None:
         return bundle, None
-    settings = Settings.from_env()
-    settings = replace(settings, disable=frozenset({*settings.disable, manifest.name}), fallback=None)
-    with _quiet():  # that it is slow, and why it is taken, is no news here
-        return bundle, KernelLoader(settings).load(name, backend="cpu")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("kernel_loader")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return bundle, api.default_loader().load_reference(name)
 
 
 def trouble_with(device: str) -> str:
@@ -97,6 +79,18 @@ def trouble_with(device: str) -> str:
     except Exception as error:  # noqa: BLE001 - torch raises one or another
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return ""
+
+
+def usable(device: str | None) -> torch.device:
+    """The device, or what this machine computes on where none is named.
+
+    Raises:
+        RequestError: nothing can be computed there.
+    """
+    name = device if device is not None else default_device()
+    if trouble := trouble_with(name):
+        raise RequestError(f"nothing can be computed on {name} ({trouble})", "Name another device.")
+    return torch.device(name)
 
 
 def default_device() -> str:

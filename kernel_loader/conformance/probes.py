@@ -16,7 +16,7 @@ from kernel_loader.conformance.compare import Difference
 from kernel_loader.conformance.grid import Mode, map_tensors, tensors_in
 from kernel_loader.conformance.memory import GuardedMemory, copy_of, same, soil
 from kernel_loader.conformance.roof import synchronise
-from kernel_loader.conformance.subject import OTHER_SEED, BuildError, Finding, Skipped, Status, Subject
+from kernel_loader.conformance.subject import OTHER_SEED, BuildError, Finding, Skipped, Status, Subject, of_build
 
 # What torch raises when the device has failed, in releases that tell it from other errors.
 _DEVICE_ERROR: Final = getattr(torch, "AcceleratorError", ())
@@ -83,8 +83,7 @@ def _memory(subject: Subject) -> Difference:
     drawn = subject.inputs()
     want = subject.want(drawn)
     memory = GuardedMemory()
-    names = iter(range(len(tensors_in(drawn))))
-    inputs = drawn.map(lambda tensor: memory.input(tensor, f"input {next(names)}"))
+    inputs = memory.inputs(drawn)
     soil(subject.device)
     with torch.no_grad(), memory:
         got = subject.results(subject.function, inputs)
@@ -175,10 +174,7 @@ def _graph(subject: Subject) -> Difference:
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        try:
-            got = inputs.call(subject.function)
-        except Exception as error:
-            raise BuildError(error) from error
+        got = of_build(lambda: inputs.call(subject.function))
     mutated = [id(tensor) for key in subject.entry.mutates for tensor in tensors_in(inputs[key])]
     for tensor in tensors_in(got):
         if id(tensor) not in mutated:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from kernel_loader.conformance.grid import Grid
-from kernel_loader.conformance.plan import Job, Plan, findings_of, grid_of, load, trouble_with
+from kernel_loader.conformance.plan import Job, Plan, findings_of, grid_of, load, trouble_with, usable
 from kernel_loader.conformance.subject import Finding
 from kernel_loader.errors import RequestError
 
@@ -158,8 +158,7 @@ def _serve(connection: Connection, plan: Plan) -> None:
     os.dup2(2, 1)  # what a kernel prints is no answer
     logging.getLogger("kernel_loader").setLevel(logging.ERROR)  # the other process has said it
     try:
-        if trouble := trouble_with(plan.device):
-            raise RequestError(f"nothing can be computed on {plan.device} ({trouble})", "Name another device.")  # noqa: TRY301
+        usable(plan.device)
         grid = grid_of(plan.kernel)
         bundle, reference = load(plan.kernel, plan.device)
     except Exception as error:  # noqa: BLE001 - raised again in the other process

@@ -72,11 +72,12 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < _LEAST_CALLS or (time.perf_counter() - begin < _SECONDS and len(times) < _MOST_CALLS):
-        times.append(_on_device(function, device) if device.type == "cuda" else wall_seconds(function, device))
+        times.append(device_seconds(function, device) if device.type == "cuda" else wall_seconds(function, device))
     return statistics.median(times)
 
 
-def _on_device(function: Callable[[], object], device: torch.device) -> float:
+def device_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Time that one call takes of a CUDA or ROCm device."""
     start: Any
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
     with torch.cuda.device(device):  # events are of the current one

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from kernel_loader import api
 from kernel_loader.conformance.grid import MODES, Grid, Mode
-from kernel_loader.conformance.plan import Plan, default_device, findings_of, grid_of, jobs_of, load, trouble_with
+from kernel_loader.conformance.plan import Plan, default_device, findings_of, grid_of, jobs_of, load, usable
 from kernel_loader.conformance.processes import isolated
 from kernel_loader.conformance.subject import Finding
 from kernel_loader.errors import RequestError
@@ -79,8 +79,8 @@ def check(
     device = device if device is not None else default_device()
     if processes < 0 or not deadline > 0:
         raise RequestError(f"processes={processes} and deadline={deadline} were given", "Neither is below zero.")
-    if not processes and (trouble := trouble_with(device)):
-        raise RequestError(f"nothing can be computed on {device} ({trouble})", "Name another device.")
+    if not processes:
+        usable(device)
     bundle, reference = load(kernel, device)
     plan = Plan(kernel, device, jobs_of(kernel, bundle, grid, modes, tuple(only)))
     origin = api.origin(bundle)

@@ -55,6 +55,18 @@ class BuildError(Exception):
         self.cause: Final = cause
 
 
+def of_build(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - any structure
+    """What a call of the loaded build returns.
+
+    Raises:
+        BuildError: it raised.
+    """
+    try:
+        return call()
+    except Exception as error:
+        raise BuildError(error) from error
+
+
 class Subject(NamedTuple):
     """A case, with what is called and what is right.
 
@@ -82,13 +94,9 @@ class Subject(NamedTuple):
         Raises:
             BuildError: the call raised, and it is one of the loaded build.
         """
-        try:
-            returned = inputs.call(function)
-        except Exception as error:
-            if function is self.reference:
-                raise
-            raise BuildError(error) from error
-        return self.with_mutated(returned, inputs)
+        if function is self.reference:
+            return self.with_mutated(inputs.call(function), inputs)
+        return self.with_mutated(of_build(lambda: inputs.call(function)), inputs)
 
     def with_mutated(self, returned: Any, inputs: Inputs) -> Any:  # noqa: ANN401 - any structure
         """What was returned, in a form that can be compared, and after it the arguments that were written."""

@@ -19,7 +19,7 @@ from typing import Final
 from kernel_loader.errors import KernelLoaderError
 from kernel_loader.importer import FINDER, HOME, module_name, package_directory
 from kernel_loader.metadata import FILE_NAME, Metadata
-from kernel_loader.provenance import Origin
+from kernel_loader.provenance import REFERENCE, Origin
 from kernel_loader.settings import Settings
 from kernel_loader.sources import Fetched, Listing, LocalDirectories, Request, embedded
 from kernel_loader.store import Store
@@ -125,7 +125,7 @@ def _origin(kind: str, listing: Listing, variant: str, metadata: Metadata, fetch
         variant=variant,
         digest=fetched.digest,
         path=fetched.path,
-        reference=kind == "embedded" and variant == "torch-universal",
+        reference=kind == "embedded" and variant == REFERENCE,
         why="another process loaded it, and sent an object of it",
     )
 

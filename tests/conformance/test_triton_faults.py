@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernel_loader.conformance.runner import check
-from tests.conformance import routed
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -128,7 +127,3 @@ def test_a_fault_is_found_by_its_probe_and_said(on_gpu, fault):
     assert any(f.probe == where and said in f.detail for f in checked.failed), checked.failed
     # What follows an illegal access goes on in another process.
     assert any(f.status == "passed" for f in checked.findings) or probe == "graph"
-
-
-def test_the_grid_is_that_of_the_python_kernel():
-    assert routed.GRID[0].skip.keys() == {"compile"}
