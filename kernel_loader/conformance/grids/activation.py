@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Tolerance, Work
+from kernel_loader.conformance.grids.common import Change, as_it_is, strided
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _NAN: Final = float("nan")
@@ -74,16 +75,6 @@ def _of_fatrelu_layer(module: SimpleNamespace, x: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------- inputs
 
-Change = Callable[[Draw, Tensor], Tensor]
-
-
-def _as_it_is(_: Draw, x: Tensor) -> Tensor:
-    return x
-
-
-def _strided(draw: Draw, x: Tensor) -> Tensor:
-    return draw.strided(x)
-
 
 def _with_nan(_: Draw, x: Tensor) -> Tensor:
     x[1, ::3] = _NAN
@@ -118,11 +109,11 @@ _SHAPES: Final = ((0, 64), (1, 1), (3, 7), (2, 8), (5, 127), (1, 128), (3, 129),
 def _cases(*, width: int, layer: bool, extra: tuple[float, ...]) -> Iterator[Case]:
     arguments = partial(_arguments, width=width, layer=layer, extra=extra)
     for shape in (*_SHAPES, (3, 0)):
-        yield Case(f"shape {shape}", arguments(shape, _BF16, _as_it_is), modes=("eager", "graph", "backward"))
-    yield Case("bfloat16", arguments((5, 129), _BF16, _as_it_is))
+        yield Case(f"shape {shape}", arguments(shape, _BF16, as_it_is), modes=("eager", "graph", "backward"))
+    yield Case("bfloat16", arguments((5, 129), _BF16, as_it_is))
     for dtype in (_F16, _F32):
-        yield Case(str(dtype).removeprefix("torch."), arguments((5, 129), dtype, _as_it_is))
-    yield Case("x strided", arguments((5, 24), _BF16, _strided))
+        yield Case(str(dtype).removeprefix("torch."), arguments((5, 129), dtype, as_it_is))
+    yield Case("x strided", arguments((5, 24), _BF16, strided))
     yield Case("NaN in a row", arguments((3, 24), _BF16, _with_nan))
     for dtype in (_BF16, _F32):
         name = str(dtype).removeprefix("torch.")
@@ -130,7 +121,7 @@ def _cases(*, width: int, layer: bool, extra: tuple[float, ...]) -> Iterator[Cas
 
 
 def _problem(draw: Draw, *, tokens: int, width: int, gated: bool, layer: bool, extra: tuple[float, ...]) -> Inputs:
-    return _arguments((tokens, width), _BF16, _as_it_is, width=1 + gated, layer=layer, extra=extra)(draw)
+    return _arguments((tokens, width), _BF16, as_it_is, width=1 + gated, layer=layer, extra=extra)(draw)
 
 
 def _work(*, tokens: int, width: int, gated: bool) -> Work:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Final
 
@@ -10,26 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, Tolerance, Work
+from kernel_loader.conformance.grid import Draw, Entry, Inputs, Tolerance, Work
+from kernel_loader.conformance.grids.common import Make, compiled, uncompiled
 
 _BF16, _F16, _F32, _F64, _I32 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32
 _NAN: Final = float("nan")
 
-Make = Callable[[Draw], Inputs]
-
-# Published builds make no single graph: cases of their own say so, and the rest are for the other modes.
-_UNCOMPILED: Final[tuple[Mode, ...]] = ("eager", "graph", "backward")
-_COMPILED: Final[tuple[Mode, ...]] = ("compile",)
-_NO_GRAPH: Final = "torch.compile makes no single graph of it"
 _EMPTY: Final = "it wants at least one of each"
-
-
-def _case(name: str, make: Make, may_refuse: str = "") -> Case:
-    return Case(name, make, _UNCOMPILED, may_refuse)
-
-
-def _compiled(name: str, make: Make) -> Case:
-    return Case(f"{name}, compiled", make, _COMPILED, _NO_GRAPH)
 
 
 def _swish(x: Tensor) -> Tensor:
@@ -225,35 +211,38 @@ _LAST: Final = "it wants channels-last, and multiples of 8"
 _CONV_ENTRY: Final = Entry(
     entrypoint="causal_conv1d_fn",
     cases=(
-        *(_case(f"{length} positions", _drawn_conv((2, 8, length))) for length in (1, 2, 3, 4, 63, 64, 65)),
-        *(_case(f"{n} positions, a few channels", _drawn_conv((1, 3, n))) for n in (1023, 1024, 1025)),
-        *(_case(f"W = {width}", _drawn_conv(width=width)) for width in (2, 3)),
-        *(_case(f"W = {width}", _drawn_conv(width=width), _WIDTH) for width in (1, 5)),
-        *(_case(f"shape {shape}", _drawn_conv(shape), _EMPTY) for shape in ((2, 8, 0), (0, 8, 5))),
-        _case("float16", _drawn_conv(dtype=_F16)),
-        _case("float32", _drawn_conv(dtype=_F32)),
-        _case("float32 weights", _drawn_conv(weight_dtype=_F32)),
-        _case("no bias, no activation", _drawn_conv(bias=False, activation=None)),
-        _case("swish", _drawn_conv(activation="swish", dtype=_F32)),
-        _case("strided", _drawn_conv(strided=True)),
-        *(_case(f"channels-last, {n} positions", _drawn_conv((2, 16, n), channels_last=True)) for n in (1, 31, 65)),
-        _case("sequences", _drawn_conv((2, 8, 40), sequences=True, channels_last=True)),
-        _case("sequences, float32", _drawn_conv((2, 8, 40), 3, sequences=True, channels_last=True, dtype=_F32)),
-        _case("sequences, channels-first", _drawn_conv((2, 8, 40), sequences=True), _LAST),
-        _case("NaN in another sequence", _packed_with_nan),
+        *(uncompiled(f"{length} positions", _drawn_conv((2, 8, length))) for length in (1, 2, 3, 4, 63, 64, 65)),
+        *(uncompiled(f"{n} positions, a few channels", _drawn_conv((1, 3, n))) for n in (1023, 1024, 1025)),
+        *(uncompiled(f"W = {width}", _drawn_conv(width=width)) for width in (2, 3)),
+        *(uncompiled(f"W = {width}", _drawn_conv(width=width), _WIDTH) for width in (1, 5)),
+        *(uncompiled(f"shape {shape}", _drawn_conv(shape), _EMPTY) for shape in ((2, 8, 0), (0, 8, 5))),
+        uncompiled("float16", _drawn_conv(dtype=_F16)),
+        uncompiled("float32", _drawn_conv(dtype=_F32)),
+        uncompiled("float32 weights", _drawn_conv(weight_dtype=_F32)),
+        uncompiled("no bias, no activation", _drawn_conv(bias=False, activation=None)),
+        uncompiled("swish", _drawn_conv(activation="swish", dtype=_F32)),
+        uncompiled("strided", _drawn_conv(strided=True)),
         *(
-            _case(f"initial states, {n} positions", _drawn_conv((2, 8, n), initial=True, channels_last=True))
+            uncompiled(f"channels-last, {n} positions", _drawn_conv((2, 16, n), channels_last=True))
+            for n in (1, 31, 65)
+        ),
+        uncompiled("sequences", _drawn_conv((2, 8, 40), sequences=True, channels_last=True)),
+        uncompiled("sequences, float32", _drawn_conv((2, 8, 40), 3, sequences=True, channels_last=True, dtype=_F32)),
+        uncompiled("sequences, channels-first", _drawn_conv((2, 8, 40), sequences=True), _LAST),
+        uncompiled("NaN in another sequence", _packed_with_nan),
+        *(
+            uncompiled(f"initial states, {n} positions", _drawn_conv((2, 8, n), initial=True, channels_last=True))
             for n in (1, 9)
         ),
-        _case("initial states, channels-first", _drawn_conv(initial=True), _LAST),
+        uncompiled("initial states, channels-first", _drawn_conv(initial=True), _LAST),
         *(
-            _case(f"final states, {n} positions", _drawn_conv((2, 8, n), final=True, channels_last=True))
+            uncompiled(f"final states, {n} positions", _drawn_conv((2, 8, n), final=True, channels_last=True))
             for n in (1, 2, 3, 64, 65)
         ),
-        _case("initial and final states", _drawn_conv((2, 8, 2), initial=True, final=True, channels_last=True)),
-        _case("final states, channels-first", _drawn_conv(final=True), _LAST),
-        _compiled("sequences", _drawn_conv((2, 8, 40), sequences=True, channels_last=True)),
-        _compiled("states", _drawn_conv(initial=True, final=True, channels_last=True)),
+        uncompiled("initial and final states", _drawn_conv((2, 8, 2), initial=True, final=True, channels_last=True)),
+        uncompiled("final states, channels-first", _drawn_conv(final=True), _LAST),
+        compiled("sequences", _drawn_conv((2, 8, 40), sequences=True, channels_last=True)),
+        compiled("states", _drawn_conv(initial=True, final=True, channels_last=True)),
     ),
     formula=_conv1d,
     gradients=(0, 1),
@@ -268,7 +257,7 @@ CAUSAL_CONV1D_GRID: Final = (
     _CONV_ENTRY,
     Entry(
         entrypoint="causal_conv1d_fn",
-        cases=(_case("bias and initial states", _drawn_conv(initial=True, final=True, channels_last=True)),),
+        cases=(uncompiled("bias and initial states", _drawn_conv(initial=True, final=True, channels_last=True)),),
         formula=_conv1d,
         gradients=(0, 1, 2, "initial_states"),
         tolerance=_CONV,
@@ -277,8 +266,8 @@ CAUSAL_CONV1D_GRID: Final = (
     Entry(
         entrypoint="causal_conv1d_fn",
         cases=(
-            _case("final states into", _drawn_conv(final=True, into=True, channels_last=True)),
-            _compiled("final states into", _drawn_conv(final=True, into=True, channels_last=True)),
+            uncompiled("final states into", _drawn_conv(final=True, into=True, channels_last=True)),
+            compiled("final states into", _drawn_conv(final=True, into=True, channels_last=True)),
         ),
         formula=_conv1d,
         tolerance=_CONV,
@@ -288,25 +277,27 @@ CAUSAL_CONV1D_GRID: Final = (
     Entry(
         entrypoint="causal_conv1d_update",
         cases=(
-            _case("one step", _drawn_update()),
-            *(_case(f"{steps} steps", _drawn_update(steps=steps)) for steps in (1, 2, 4, 7)),
-            *(_case(f"{steps} steps, room for 6", _drawn_update(steps=steps, room=6)) for steps in (2, 5, 8)),
-            *(_case(f"W = {width}", _drawn_update(width=width)) for width in (2, 3)),
-            *(_case(f"{channels} channels", _drawn_update(channels=channels)) for channels in (1, 63, 65)),
-            _case("float16", _drawn_update(dtype=_F16)),
-            _case("float32", _drawn_update(dtype=_F32)),
-            _case("float32 weights", _drawn_update(weight_dtype=_F32)),
-            _case("no bias, no activation", _drawn_update(bias=False, activation=None)),
-            _case("no rows", _drawn_update(batch=0), _EMPTY),
-            _case("a state that is not contiguous", _drawn_update(steps=2, room=5, strided=True)),
+            uncompiled("one step", _drawn_update()),
+            *(uncompiled(f"{steps} steps", _drawn_update(steps=steps)) for steps in (1, 2, 4, 7)),
+            *(uncompiled(f"{steps} steps, room for 6", _drawn_update(steps=steps, room=6)) for steps in (2, 5, 8)),
+            *(uncompiled(f"W = {width}", _drawn_update(width=width)) for width in (2, 3)),
+            *(uncompiled(f"{channels} channels", _drawn_update(channels=channels)) for channels in (1, 63, 65)),
+            uncompiled("float16", _drawn_update(dtype=_F16)),
+            uncompiled("float32", _drawn_update(dtype=_F32)),
+            uncompiled("float32 weights", _drawn_update(weight_dtype=_F32)),
+            uncompiled("no bias, no activation", _drawn_update(bias=False, activation=None)),
+            uncompiled("no rows", _drawn_update(batch=0), _EMPTY),
+            uncompiled("a state that is not contiguous", _drawn_update(steps=2, room=5, strided=True)),
             *(
-                _case(f"circular, room for {room}, {steps} steps", _drawn_update(steps=steps, room=room, counts=True))
+                uncompiled(
+                    f"circular, room for {room}, {steps} steps", _drawn_update(steps=steps, room=room, counts=True)
+                )
                 for room, steps in ((3, 1), (5, 2), (5, 5), (4, 9))
             ),
-            _case("rows of a larger state", _drawn_update(rows=7)),
-            _case("rows of a larger circular state", _drawn_update(rows=7, room=5, counts=True)),
-            _compiled("one step", _drawn_update()),
-            _compiled("rows of a larger circular state", _drawn_update(rows=7, room=5, counts=True)),
+            uncompiled("rows of a larger state", _drawn_update(rows=7)),
+            uncompiled("rows of a larger circular state", _drawn_update(rows=7, room=5, counts=True)),
+            compiled("one step", _drawn_update()),
+            compiled("rows of a larger circular state", _drawn_update(rows=7, room=5, counts=True)),
         ),
         formula=_conv1d_update,
         tolerance=_CONV,
@@ -319,13 +310,13 @@ CAUSAL_CONV1D_GRID: Final = (
     Entry(
         entrypoint="causal_conv1d_varlen_states",
         cases=(
-            *(_case(f"room for {room}", _drawn_packed((5, 1, 9), room)) for room in (1, 3, 4, 17)),
-            _case("empty sequences", _drawn_packed((0, 3, 0, 2, 0), 3)),
-            _case("one sequence", _drawn_packed((20,), 3)),
-            _case("257 channels", _drawn_packed((5, 2), 3, channels=257)),
-            _case("float16", _drawn_packed((5, 2), 3, dtype=_F16)),
-            _case("float32", _drawn_packed((5, 2), 3, dtype=_F32)),
-            _compiled("room for 3", _drawn_packed((5, 1, 9), 3)),
+            *(uncompiled(f"room for {room}", _drawn_packed((5, 1, 9), room)) for room in (1, 3, 4, 17)),
+            uncompiled("empty sequences", _drawn_packed((0, 3, 0, 2, 0), 3)),
+            uncompiled("one sequence", _drawn_packed((20,), 3)),
+            uncompiled("257 channels", _drawn_packed((5, 2), 3, channels=257)),
+            uncompiled("float16", _drawn_packed((5, 2), 3, dtype=_F16)),
+            uncompiled("float32", _drawn_packed((5, 2), 3, dtype=_F32)),
+            compiled("room for 3", _drawn_packed((5, 1, 9), 3)),
         ),
         formula=_varlen_states,
         skip={"backward": "it is not differentiable"},

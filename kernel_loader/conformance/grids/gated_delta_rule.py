@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -12,30 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, Tolerance, Work
+from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Tolerance, Work
+from kernel_loader.conformance.grids.common import Make, compiled, uncompiled
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-Make = Callable[[Draw], Inputs]
-
-# Published builds make no single graph: cases of their own say so, and the rest are for the other modes.
-_UNCOMPILED: Final[tuple[Mode, ...]] = ("eager", "graph", "backward")
-_COMPILED: Final[tuple[Mode, ...]] = ("compile",)
-_NO_GRAPH: Final = "torch.compile makes no single graph of it"
 _EMPTY: Final = "it wants at least one of each"
-
-
-def _case(name: str, make: Make, may_refuse: str = "") -> Case:
-    return Case(name, make, _UNCOMPILED, may_refuse)
 
 
 def _waiting(name: str, make: Make) -> Case:
     """A case for which a build may wait for the device, as no CUDA graph allows."""
     return Case(name, make, ("eager", "backward"))
-
-
-def _compiled(name: str, make: Make) -> Case:
-    return Case(f"{name}, compiled", make, _COMPILED, _NO_GRAPH)
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -270,24 +257,29 @@ GATED_DELTA_RULE_GRID: Final = (
     Entry(
         entrypoint="chunk_gated_delta_rule",
         cases=(
-            *(_case(f"{n} positions", _drawn_rule(_Heads(1, n, 1, 1))) for n in (1, 2)),
+            *(uncompiled(f"{n} positions", _drawn_rule(_Heads(1, n, 1, 1))) for n in (1, 2)),
             *(Case(f"{n} positions", _drawn_rule(_Heads(1, n, 1, 1)), ("eager", "graph")) for n in (63, 64, 65)),
-            *(_case(f"chunks of {n}", _drawn_rule(_Heads(1, n + 1, 1, 1), chunk_size=n)) for n in (16, 32)),
-            *(_case(f"shape {size[:2]}", _drawn_rule(size), _EMPTY) for size in (_Heads(rows=0), _Heads(positions=0))),
-            _case("grouped heads", _drawn_rule(_GROUPED)),
-            _case("K = 48, V = 80", _drawn_rule(_Heads(1, 3, 1, 1, 48, 80))),
-            _case("K = 257", _drawn_rule(_Heads(1, 2, 1, 1, 257)), _WIDE),
-            _case("float16", _drawn_rule(dtype=_F16)),
-            _case("float32", _drawn_rule(dtype=_F32)),
-            _case("strided", _drawn_rule(strided=True)),
-            _case("a norm in the kernel", _drawn_rule(norm=True)),
-            _case("a scale", _drawn_rule(scale=0.5)),
-            _case("a sigmoid in the kernel", _drawn_rule(use_beta_sigmoid_in_kernel=True)),
-            _case("twice a sigmoid", _drawn_rule(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
-            _case("final states", _drawn_rule(_GROUPED, output_final_state=True)),
-            _case("final states, columns first", _drawn_rule(_GROUPED, output_final_state=True, state_v_first=True)),
+            *(uncompiled(f"chunks of {n}", _drawn_rule(_Heads(1, n + 1, 1, 1), chunk_size=n)) for n in (16, 32)),
+            *(
+                uncompiled(f"shape {size[:2]}", _drawn_rule(size), _EMPTY)
+                for size in (_Heads(rows=0), _Heads(positions=0))
+            ),
+            uncompiled("grouped heads", _drawn_rule(_GROUPED)),
+            uncompiled("K = 48, V = 80", _drawn_rule(_Heads(1, 3, 1, 1, 48, 80))),
+            uncompiled("K = 257", _drawn_rule(_Heads(1, 2, 1, 1, 257)), _WIDE),
+            uncompiled("float16", _drawn_rule(dtype=_F16)),
+            uncompiled("float32", _drawn_rule(dtype=_F32)),
+            uncompiled("strided", _drawn_rule(strided=True)),
+            uncompiled("a norm in the kernel", _drawn_rule(norm=True)),
+            uncompiled("a scale", _drawn_rule(scale=0.5)),
+            uncompiled("a sigmoid in the kernel", _drawn_rule(use_beta_sigmoid_in_kernel=True)),
+            uncompiled("twice a sigmoid", _drawn_rule(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+            uncompiled("final states", _drawn_rule(_GROUPED, output_final_state=True)),
+            uncompiled(
+                "final states, columns first", _drawn_rule(_GROUPED, output_final_state=True, state_v_first=True)
+            ),
             _waiting("sequences", _drawn_rule(_PACKED, bounds=(3, 4, 9), output_final_state=True)),
-            _compiled("final states", _drawn_rule(_GROUPED, output_final_state=True)),
+            compiled("final states", _drawn_rule(_GROUPED, output_final_state=True)),
         ),
         formula=_chunk_rule,
         gradients=(0, 1, 2, 3, 4),
@@ -300,14 +292,16 @@ GATED_DELTA_RULE_GRID: Final = (
     Entry(
         entrypoint="chunk_gated_delta_rule",
         cases=(
-            _case("initial states", _drawn_rule(initial=True)),
-            _case("initial and final states", _drawn_rule(_GROUPED, initial=True, output_final_state=True)),
-            _case("columns first", _drawn_rule(_GROUPED, initial=True, output_final_state=True, state_v_first=True)),
+            uncompiled("initial states", _drawn_rule(initial=True)),
+            uncompiled("initial and final states", _drawn_rule(_GROUPED, initial=True, output_final_state=True)),
+            uncompiled(
+                "columns first", _drawn_rule(_GROUPED, initial=True, output_final_state=True, state_v_first=True)
+            ),
             _waiting(
                 "sequences with states",
                 _drawn_rule(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True),
             ),
-            _compiled(
+            compiled(
                 "sequences with states",
                 _drawn_rule(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True, norm=True),
             ),
@@ -319,7 +313,7 @@ GATED_DELTA_RULE_GRID: Final = (
     ),
     Entry(
         entrypoint="chunk_gated_delta_rule",
-        cases=(_case("a gate in the kernel", _drawn_rule(raw_gate="A")),),
+        cases=(uncompiled("a gate in the kernel", _drawn_rule(raw_gate="A")),),
         formula=_chunk_rule,
         gradients=(0, 1, 2, 3, 4, "A_log"),
         tolerance=_RULE,
@@ -328,8 +322,8 @@ GATED_DELTA_RULE_GRID: Final = (
     Entry(
         entrypoint="chunk_gated_delta_rule",
         cases=(
-            _case("a gate with a bias", _drawn_rule(_GROUPED, raw_gate="A, bias")),
-            _case("a gate with a bias, float32", _drawn_rule(dtype=_F32, raw_gate="A, bias")),
+            uncompiled("a gate with a bias", _drawn_rule(_GROUPED, raw_gate="A, bias")),
+            uncompiled("a gate with a bias, float32", _drawn_rule(dtype=_F32, raw_gate="A, bias")),
         ),
         formula=_chunk_rule,
         gradients=(0, 1, 2, 3, 4, "A_log", "dt_bias"),
@@ -339,30 +333,33 @@ GATED_DELTA_RULE_GRID: Final = (
     Entry(
         entrypoint="fused_recurrent_gated_delta_rule",
         cases=(
-            *(_case(f"{n} positions", _recurrent(_Heads(positions=n))) for n in (1, 2, 7)),
-            *(_case(f"shape {size[:2]}", _recurrent(size), _EMPTY) for size in (_Heads(rows=0), _Heads(positions=0))),
-            *(_case(f"decays {gates or 'none'}", _recurrent(_GROUPED, gates=gates)) for gates in _DECAYS),
-            _case("a rate a column", _recurrent(_GROUPED, rates="column")),
-            _case("no rates", _recurrent(rates="none")),
-            _case("no rates, grouped heads", _recurrent(_GROUPED, rates="none")),
-            *(_case(f"V = {n}", _recurrent(_Heads(key_width=24, value_width=n))) for n in (1, 7, 9)),
-            _case("K = 257", _recurrent(_Heads(1, 2, 1, 1, 257))),
-            _case("float16", _recurrent(dtype=_F16)),
-            _case("float32", _recurrent(dtype=_F32)),
-            _case("strided", _recurrent(strided=True)),
-            _case("a norm in the kernel", _recurrent(norm=True)),
-            _case("a scale", _recurrent(scale=0.5)),
-            _case("a gate in the kernel", _recurrent(raw_gate="A")),
-            _case("a gate with a bias", _recurrent(raw_gate="A, bias")),
-            _case("a sigmoid in the kernel", _recurrent(use_beta_sigmoid_in_kernel=True)),
-            _case("twice a sigmoid", _recurrent(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
-            _case("states", _recurrent(_GROUPED, initial=True, output_final_state=True)),
-            _case(
+            *(uncompiled(f"{n} positions", _recurrent(_Heads(positions=n))) for n in (1, 2, 7)),
+            *(
+                uncompiled(f"shape {size[:2]}", _recurrent(size), _EMPTY)
+                for size in (_Heads(rows=0), _Heads(positions=0))
+            ),
+            *(uncompiled(f"decays {gates or 'none'}", _recurrent(_GROUPED, gates=gates)) for gates in _DECAYS),
+            uncompiled("a rate a column", _recurrent(_GROUPED, rates="column")),
+            uncompiled("no rates", _recurrent(rates="none")),
+            uncompiled("no rates, grouped heads", _recurrent(_GROUPED, rates="none")),
+            *(uncompiled(f"V = {n}", _recurrent(_Heads(key_width=24, value_width=n))) for n in (1, 7, 9)),
+            uncompiled("K = 257", _recurrent(_Heads(1, 2, 1, 1, 257))),
+            uncompiled("float16", _recurrent(dtype=_F16)),
+            uncompiled("float32", _recurrent(dtype=_F32)),
+            uncompiled("strided", _recurrent(strided=True)),
+            uncompiled("a norm in the kernel", _recurrent(norm=True)),
+            uncompiled("a scale", _recurrent(scale=0.5)),
+            uncompiled("a gate in the kernel", _recurrent(raw_gate="A")),
+            uncompiled("a gate with a bias", _recurrent(raw_gate="A, bias")),
+            uncompiled("a sigmoid in the kernel", _recurrent(use_beta_sigmoid_in_kernel=True)),
+            uncompiled("twice a sigmoid", _recurrent(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+            uncompiled("states", _recurrent(_GROUPED, initial=True, output_final_state=True)),
+            uncompiled(
                 "states, columns first",
                 _recurrent(_GROUPED, initial=True, output_final_state=True, state_v_first=True),
             ),
-            _case("sequences", _recurrent(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True)),
-            _compiled("everything", _recurrent(_GROUPED, gates="g, gk, gv", initial=True, output_final_state=True)),
+            uncompiled("sequences", _recurrent(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True)),
+            compiled("everything", _recurrent(_GROUPED, gates="g, gk, gv", initial=True, output_final_state=True)),
         ),
         formula=_rule,
         tolerance=_STEPS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Final, NamedTuple
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, Tolerance, Work
+from kernel_loader.conformance.grids.common import Change, Make, as_it_is, strided, uneven, with_nan
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _I32: Final = torch.int32
@@ -71,27 +72,6 @@ def _of_layer(module: SimpleNamespace, x: Tensor, *, rms: bool) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------- inputs
 
-Change = Callable[[Draw, Tensor], Tensor]
-Make = Callable[[Draw], Inputs]
-
-
-def _as_it_is(_: Draw, x: Tensor) -> Tensor:
-    return x
-
-
-def _strided(draw: Draw, x: Tensor) -> Tensor:
-    return draw.strided(x)
-
-
-def _with_nan(_: Draw, x: Tensor) -> Tensor:
-    x[1, 3] = float("nan")
-    return x
-
-
-def _uneven(_: Draw, x: Tensor) -> Tensor:
-    """Rows of zeros, of numbers whose squares are far below epsilon, and of numbers whose squares no float16 holds."""
-    return x * x.new_tensor([[0.0], [1e-4], [1e4]])
-
 
 def _far_from_zero(_: Draw, x: Tensor) -> Tensor:
     return x + 8
@@ -112,7 +92,7 @@ class _Extras(NamedTuple):
 def _rows(
     shape: tuple[int, int],
     dtype: torch.dtype = _BF16,
-    change: Change = _as_it_is,
+    change: Change = as_it_is,
     extras: _Extras = _Extras(),  # noqa: B008 - it never changes
     *,
     rms: bool,
@@ -149,7 +129,7 @@ def _rows(
 def _module(
     shape: tuple[int, ...],
     dtype: torch.dtype = _BF16,
-    change: Change = _as_it_is,
+    change: Change = as_it_is,
     *,
     weights: torch.dtype | None = None,
 ) -> Make:
@@ -179,9 +159,9 @@ def _function_cases(*, rms: bool) -> Iterator[Case]:
     yield case("float16", rows((5, 136), _F16))
     yield case("float32", rows((5, 136), _F32))
     yield case("float32 weights", rows((5, 136), weights=_F32))
-    yield case("strided", rows((5, 24), _BF16, _strided))
-    yield case("NaN in a row", rows((3, 24), _BF16, _with_nan))
-    yield case("rows of zeros, small and large numbers", rows((3, 24), _F32, _uneven))
+    yield case("strided", rows((5, 24), _BF16, strided))
+    yield case("NaN in a row", rows((3, 24), _BF16, with_nan))
+    yield case("rows of zeros, small and large numbers", rows((3, 24), _F32, uneven))
     yield case("far from zero", rows((3, 24), _F32, _far_from_zero))
     yield case("beta", rows((5, 24), extras=_Extras(beta=True)))
     yield case("scales", rows((5, 24), extras=_Extras(rowscale=True, colscale=True)))
@@ -203,8 +183,8 @@ def _layer_cases() -> Iterator[Case]:
     yield Case("float32", _module((5, 136), _F32))
     yield Case("float32 weights", _module((5, 136), weights=_F32))
     refuses = "published builds of the layers view their input as contiguous rows"
-    yield Case("strided", _module((5, 24), _BF16, _strided), may_refuse=refuses)
-    yield Case("NaN in a row", _module((3, 24), _BF16, _with_nan))
+    yield Case("strided", _module((5, 24), _BF16, strided), may_refuse=refuses)
+    yield Case("NaN in a row", _module((3, 24), _BF16, with_nan))
 
 
 def _function_problem(draw: Draw, *, tokens: int, width: int, rms: bool) -> Inputs:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, Tolerance, Work
+from kernel_loader.conformance.grids.common import Change, Make, as_it_is, strided, uneven, with_nan
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _EPS: Final = 1e-5
 _IGNORED: Final = -100
 
-Make = Callable[[Draw], Inputs]
 
 # Which of many shapes it is makes no difference to torch.compile.
 _BUT_COMPILE: Final[tuple[Mode, ...]] = ("eager", "graph", "backward")
@@ -115,28 +115,8 @@ def _loss_of_layer(module: SimpleNamespace, *args: Any, **kwargs: Any) -> Tensor
 
 # ------------------------------------------------------------------------------------------------------------- inputs
 
-Change = Callable[[Draw, Tensor], Tensor]
 
-
-def _as_it_is(_: Draw, x: Tensor) -> Tensor:
-    return x
-
-
-def _strided(draw: Draw, x: Tensor) -> Tensor:
-    return draw.strided(x)
-
-
-def _with_nan(_: Draw, x: Tensor) -> Tensor:
-    x[1, 3] = float("nan")
-    return x
-
-
-def _uneven(_: Draw, x: Tensor) -> Tensor:
-    """Rows of zeros, of numbers whose squares are far below eps, and of numbers whose squares no float16 holds."""
-    return x * x.new_tensor([[0.0], [1e-4], [1e4]])
-
-
-def _for_norm(shape: tuple[int, ...], dtype: torch.dtype, change: Change = _as_it_is) -> Make:
+def _for_norm(shape: tuple[int, ...], dtype: torch.dtype, change: Change = as_it_is) -> Make:
     def make(draw: Draw) -> Inputs:
         weight = draw.uniform(shape[-1], low=0.5, high=1.5).to(dtype)
         x = change(draw, draw.normal(*shape, dtype=dtype))
@@ -150,7 +130,7 @@ def _no_parameters() -> tuple[Tensor, ...]:
 
 
 def _for_linear(
-    shape: tuple[int, ...], n: int, dtype: torch.dtype, change: Change = _as_it_is, *, bias: bool = True
+    shape: tuple[int, ...], n: int, dtype: torch.dtype, change: Change = as_it_is, *, bias: bool = True
 ) -> Make:
     def make(draw: Draw) -> Inputs:
         x = change(draw, draw.normal(*shape, dtype=dtype))
@@ -175,7 +155,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _for_mlp(shape: tuple[int, ...], dtype: torch.dtype, change: Change = _as_it_is) -> Make:
+def _for_mlp(shape: tuple[int, ...], dtype: torch.dtype, change: Change = as_it_is) -> Make:
     """`shape` is that of what is between the projections; x is twice as wide."""
 
     def make(draw: Draw) -> Inputs:
@@ -262,16 +242,16 @@ def _norm_cases() -> Iterator[Case]:
         yield Case(f"shape {shape}", _for_norm(shape, _BF16), modes=_BUT_COMPILE)
     yield Case("bfloat16", _for_norm((5, 129), _BF16))
     yield Case("float16", _for_norm((5, 129), _F16))
-    yield Case("x strided", _for_norm((5, 24), _BF16, _strided))
-    yield Case("NaN in a row", _for_norm((3, 24), _BF16, _with_nan))
+    yield Case("x strided", _for_norm((5, 24), _BF16, strided))
+    yield Case("NaN in a row", _for_norm((3, 24), _BF16, with_nan))
 
 
 def _single_norm_cases() -> Iterator[Case]:
     # With one column there is nothing but eps in a gradient to the input, and float32 loses it.
     for shape in ((1, 2), (5, 127), (3, 129), (2, 3, 24)):
         yield Case(f"float32, shape {shape}", _for_norm(shape, _F32))
-    yield Case("float32, x strided", _for_norm((5, 24), _F32, _strided))
-    yield Case("rows of zeros, small and large numbers", _for_norm((3, 24), _F32, _uneven))
+    yield Case("float32, x strided", _for_norm((5, 24), _F32, strided))
+    yield Case("rows of zeros, small and large numbers", _for_norm((3, 24), _F32, uneven))
 
 
 def _linear_cases(dtype: torch.dtype, *, bias: bool) -> Iterator[Case]:
@@ -281,7 +261,7 @@ def _linear_cases(dtype: torch.dtype, *, bias: bool) -> Iterator[Case]:
     for shape, n in zip(shapes, (1, 5, 4, 9, 8), strict=True) if bias else ():
         yield Case(f"{name}, shape {shape}, {n} columns", linear(shape, n), modes=_BUT_COMPILE)
     yield Case(name, linear((9, 4), 8))
-    yield Case(f"{name}, strided", linear((9, 4), 8, change=_strided), modes=_BUT_COMPILE)
+    yield Case(f"{name}, strided", linear((9, 4), 8, change=strided), modes=_BUT_COMPILE)
 
 
 def _mlp_cases(*, tiled: bool) -> Iterator[Case]:
@@ -294,7 +274,7 @@ def _mlp_cases(*, tiled: bool) -> Iterator[Case]:
     yield Case("float32", _for_mlp((5, 129), _F32), modes=_BUT_COMPILE)
     if not tiled:
         yield Case("float16", _for_mlp((5, 129), _F16), modes=_BUT_COMPILE)
-    yield Case("strided", _for_mlp((5, 24), _BF16, _strided), modes=_BUT_COMPILE)
+    yield Case("strided", _for_mlp((5, 24), _BF16, strided), modes=_BUT_COMPILE)
 
 
 def _rotary_cases(*, layer: bool) -> Iterator[Case]:

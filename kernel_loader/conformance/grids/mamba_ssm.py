@@ -7,33 +7,19 @@ once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, Tolerance, Work
+from kernel_loader.conformance.grid import Draw, Entry, Inputs, Tolerance, Work
+from kernel_loader.conformance.grids.common import Make, compiled, uncompiled
 
 _BF16, _F16, _F32, _F64, _I32 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32
 _NAN: Final = float("nan")
 
-Make = Callable[[Draw], Inputs]
-
-# Published builds make no single graph: cases of their own say so, and the rest are for the other modes.
-_UNCOMPILED: Final[tuple[Mode, ...]] = ("eager", "graph", "backward")
-_COMPILED: Final[tuple[Mode, ...]] = ("compile",)
-_NO_GRAPH: Final = "torch.compile makes no single graph of it"
 _EMPTY: Final = "it wants at least one of each"
-
-
-def _case(name: str, make: Make, may_refuse: str = "") -> Case:
-    return Case(name, make, _UNCOMPILED, may_refuse)
-
-
-def _compiled(name: str, make: Make) -> Case:
-    return Case(f"{name}, compiled", make, _COMPILED, _NO_GRAPH)
 
 
 def _swish(x: Tensor) -> Tensor:
@@ -328,10 +314,14 @@ _CHUNKS_GRADIENT: Final = Tolerance(row=1e-1, each=3e-2, least=1e-1)
 
 _ALL_OF_SCAN: Final = (0, 1, 2, 3, 4, 5, 6, 7)
 _SINGLE_SCAN_CASES: Final = (
-    _case("float32", _drawn_scan(dtype=_F32)),
-    *(_case(f"B {b}, C {c}", _drawn_scan(dtype=_F32, forms=(b, c))) for b in ("fixed", "2") for c in ("fixed", "2")),
-    _case("float32, strided", _drawn_scan(dtype=_F32, strided=True)),
-    _case("float32, 2049 positions", _drawn_scan((1, 1, 2049), 1, dtype=_F32, step=0.2)),
+    uncompiled("float32", _drawn_scan(dtype=_F32)),
+    *(
+        uncompiled(f"B {b}, C {c}", _drawn_scan(dtype=_F32, forms=(b, c)))
+        for b in ("fixed", "2")
+        for c in ("fixed", "2")
+    ),
+    uncompiled("float32, strided", _drawn_scan(dtype=_F32, strided=True)),
+    uncompiled("float32, 2049 positions", _drawn_scan((1, 1, 2049), 1, dtype=_F32, step=0.2)),
 )
 _STEP_REFUSES: Final = "it wants D and dt_bias"
 
@@ -339,17 +329,17 @@ MAMBA_SSM_GRID: Final = (
     Entry(
         entrypoint="selective_scan_fn",
         cases=(
-            *(_case(f"{length} positions", _drawn_scan((1, 2, length))) for length in (1, 2, 127, 128, 129)),
-            *(_case(f"a state of {n}", _drawn_scan(size=n)) for n in (1, 3, 16)),
-            _case("a state of 65", _drawn_scan((1, 2, 5), 65)),
-            *(_case(f"shape {shape}", _drawn_scan(shape), _EMPTY) for shape in ((0, 8, 5), (2, 8, 0))),
-            _case("softplus", _drawn_scan(softplus=True)),
-            _case("groups", _drawn_scan(forms=("4", "4"))),
-            _case("a group a channel", _drawn_scan(forms=("8", "8"))),
-            _case("float16", _drawn_scan(dtype=_F16)),
-            _case("strided", _drawn_scan(strided=True)),
-            _case("the last state", _drawn_scan(last=True)),
-            _compiled("groups", _drawn_scan(forms=("4", "4"))),
+            *(uncompiled(f"{length} positions", _drawn_scan((1, 2, length))) for length in (1, 2, 127, 128, 129)),
+            *(uncompiled(f"a state of {n}", _drawn_scan(size=n)) for n in (1, 3, 16)),
+            uncompiled("a state of 65", _drawn_scan((1, 2, 5), 65)),
+            *(uncompiled(f"shape {shape}", _drawn_scan(shape), _EMPTY) for shape in ((0, 8, 5), (2, 8, 0))),
+            uncompiled("softplus", _drawn_scan(softplus=True)),
+            uncompiled("groups", _drawn_scan(forms=("4", "4"))),
+            uncompiled("a group a channel", _drawn_scan(forms=("8", "8"))),
+            uncompiled("float16", _drawn_scan(dtype=_F16)),
+            uncompiled("strided", _drawn_scan(strided=True)),
+            uncompiled("the last state", _drawn_scan(last=True)),
+            compiled("groups", _drawn_scan(forms=("4", "4"))),
         ),
         formula=_selective_scan,
         gradients=(0, 1, 2, 3, 4),
@@ -367,10 +357,10 @@ MAMBA_SSM_GRID: Final = (
     Entry(
         entrypoint="selective_scan_fn",
         cases=(
-            _case("everything", _drawn_scan(full=True)),
-            _case("everything, and the last state", _drawn_scan(full=True, last=True, forms=("2", "one"))),
-            _case("everything, float16", _drawn_scan(full=True, dtype=_F16)),
-            _compiled("everything", _drawn_scan(full=True, last=True)),
+            uncompiled("everything", _drawn_scan(full=True)),
+            uncompiled("everything, and the last state", _drawn_scan(full=True, last=True, forms=("2", "one"))),
+            uncompiled("everything, float16", _drawn_scan(full=True, dtype=_F16)),
+            compiled("everything", _drawn_scan(full=True, last=True)),
         ),
         formula=_selective_scan,
         gradients=_ALL_OF_SCAN,
@@ -382,7 +372,7 @@ MAMBA_SSM_GRID: Final = (
     ),
     Entry(
         entrypoint="selective_scan_fn",
-        cases=(_case("everything, float32", _drawn_scan(full=True, dtype=_F32, last=True)),),
+        cases=(uncompiled("everything, float32", _drawn_scan(full=True, dtype=_F32, last=True)),),
         formula=_selective_scan,
         gradients=_ALL_OF_SCAN,
         tolerance=_SCAN,
@@ -391,23 +381,23 @@ MAMBA_SSM_GRID: Final = (
     Entry(
         entrypoint="selective_state_update",
         cases=(
-            *(_case(f"a state of {n}", _drawn_step(size=n, groups=2)) for n in (1, 16, 17, 64, 128, 129)),
-            *(_case(f"{n} channels", _drawn_step(channels=n, groups=1)) for n in (1, 31, 33)),
-            _case("a group a head", _drawn_step(groups=4)),
-            _case("without heads", _drawn_step(heads=())),
-            _case("without heads, a group", _drawn_step(heads=(), groups=1)),
-            _case("heads that share", _drawn_step(groups=2, tied=True)),
-            _case("a state in bfloat16", _drawn_step(groups=2, state_dtype=_BF16)),
-            _case("float16", _drawn_step(groups=2, dtype=_F16)),
-            _case("float32", _drawn_step(groups=2, dtype=_F32)),
-            _case("strided", _drawn_step(groups=2, strided=True)),
-            _case("no D, z and bias", _drawn_step(groups=2, full=False), _STEP_REFUSES),
-            _case("no rows", _drawn_step(0, groups=2), _EMPTY),
-            _case("rows of a larger state", _drawn_step(3, groups=2, rows=(4, 0, 5))),
-            _case("padding", _padded_with_nan),
-            _case("rows of a larger state, without heads", _drawn_step(3, (), rows=(4, -1, 5))),
-            _compiled("without heads", _drawn_step(heads=())),
-            _compiled("padding", _padded_with_nan),
+            *(uncompiled(f"a state of {n}", _drawn_step(size=n, groups=2)) for n in (1, 16, 17, 64, 128, 129)),
+            *(uncompiled(f"{n} channels", _drawn_step(channels=n, groups=1)) for n in (1, 31, 33)),
+            uncompiled("a group a head", _drawn_step(groups=4)),
+            uncompiled("without heads", _drawn_step(heads=())),
+            uncompiled("without heads, a group", _drawn_step(heads=(), groups=1)),
+            uncompiled("heads that share", _drawn_step(groups=2, tied=True)),
+            uncompiled("a state in bfloat16", _drawn_step(groups=2, state_dtype=_BF16)),
+            uncompiled("float16", _drawn_step(groups=2, dtype=_F16)),
+            uncompiled("float32", _drawn_step(groups=2, dtype=_F32)),
+            uncompiled("strided", _drawn_step(groups=2, strided=True)),
+            uncompiled("no D, z and bias", _drawn_step(groups=2, full=False), _STEP_REFUSES),
+            uncompiled("no rows", _drawn_step(0, groups=2), _EMPTY),
+            uncompiled("rows of a larger state", _drawn_step(3, groups=2, rows=(4, 0, 5))),
+            uncompiled("padding", _padded_with_nan),
+            uncompiled("rows of a larger state, without heads", _drawn_step(3, (), rows=(4, -1, 5))),
+            compiled("without heads", _drawn_step(heads=())),
+            compiled("padding", _padded_with_nan),
         ),
         formula=_state_update,
         tolerance=_SCAN,
@@ -420,20 +410,20 @@ MAMBA_SSM_GRID: Final = (
     Entry(
         entrypoint="mamba_chunk_scan_combined",
         cases=(
-            *(_case(f"{length} positions", _drawn_chunks((1, length, 2, 8))) for length in (1, 15, 16, 17, 33)),
-            *(_case(f"shape {shape}", _drawn_chunks(shape), _EMPTY) for shape in ((0, 9, 4, 8), (2, 0, 4, 8))),
-            _case("groups", _drawn_chunks(groups=2)),
-            _case("a group a head", _drawn_chunks(groups=4)),
-            _case("a state of 17", _drawn_chunks(size=17)),
-            _case("heads of 24", _drawn_chunks((1, 9, 2, 24))),
-            _case("chunks of 64", _drawn_chunks((1, 65, 2, 8), chunk=64)),
-            _case("float16", _drawn_chunks(dtype=_F16)),
-            _case("float32", _drawn_chunks(dtype=_F32)),
-            _case("a limited step", _drawn_chunks(limit=(0.1, 0.3))),
-            _case("final states", _drawn_chunks((2, 33, 4, 4), final=True)),
-            _case("sequences", _drawn_chunks((2, 24, 4, 4), sequences=True)),
-            _case("sequences, final states", _drawn_chunks((2, 24, 4, 4), sequences=True, final=True)),
-            _compiled("sequences", _drawn_chunks((2, 20, 4, 4), sequences=True, final=True)),
+            *(uncompiled(f"{length} positions", _drawn_chunks((1, length, 2, 8))) for length in (1, 15, 16, 17, 33)),
+            *(uncompiled(f"shape {shape}", _drawn_chunks(shape), _EMPTY) for shape in ((0, 9, 4, 8), (2, 0, 4, 8))),
+            uncompiled("groups", _drawn_chunks(groups=2)),
+            uncompiled("a group a head", _drawn_chunks(groups=4)),
+            uncompiled("a state of 17", _drawn_chunks(size=17)),
+            uncompiled("heads of 24", _drawn_chunks((1, 9, 2, 24))),
+            uncompiled("chunks of 64", _drawn_chunks((1, 65, 2, 8), chunk=64)),
+            uncompiled("float16", _drawn_chunks(dtype=_F16)),
+            uncompiled("float32", _drawn_chunks(dtype=_F32)),
+            uncompiled("a limited step", _drawn_chunks(limit=(0.1, 0.3))),
+            uncompiled("final states", _drawn_chunks((2, 33, 4, 4), final=True)),
+            uncompiled("sequences", _drawn_chunks((2, 24, 4, 4), sequences=True)),
+            uncompiled("sequences, final states", _drawn_chunks((2, 24, 4, 4), sequences=True, final=True)),
+            compiled("sequences", _drawn_chunks((2, 20, 4, 4), sequences=True, final=True)),
         ),
         formula=_chunk_scan,
         gradients=(0, 1, 2, 3, 4),
@@ -443,11 +433,11 @@ MAMBA_SSM_GRID: Final = (
     Entry(
         entrypoint="mamba_chunk_scan_combined",
         cases=(
-            _case("everything", _drawn_chunks((2, 33, 4, 4), full=True, initial=True, final=True, groups=2)),
-            _case("everything, D a channel", _drawn_chunks(full=True, per_channel=True, initial=True)),
-            _case("everything, float32", _drawn_chunks(full=True, initial=True, dtype=_F32)),
-            _case("everything, sequences", _drawn_chunks((2, 24, 4, 4), full=True, initial=True, sequences=True)),
-            _compiled("everything", _drawn_chunks(full=True, initial=True, final=True)),
+            uncompiled("everything", _drawn_chunks((2, 33, 4, 4), full=True, initial=True, final=True, groups=2)),
+            uncompiled("everything, D a channel", _drawn_chunks(full=True, per_channel=True, initial=True)),
+            uncompiled("everything, float32", _drawn_chunks(full=True, initial=True, dtype=_F32)),
+            uncompiled("everything, sequences", _drawn_chunks((2, 24, 4, 4), full=True, initial=True, sequences=True)),
+            compiled("everything", _drawn_chunks(full=True, initial=True, final=True)),
         ),
         formula=_chunk_scan,
         gradients=(0, 1, 2, 3, 4, 6, 7, 8, 9),

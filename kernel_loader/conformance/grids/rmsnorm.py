@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Tolerance, Work
+from kernel_loader.conformance.grids.common import Change, Make, as_it_is, strided, uneven, with_nan
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _EPS: Final = 1e-5
@@ -52,38 +53,18 @@ def _of_layer(module: SimpleNamespace, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- inputs
 
 Shape = tuple[int, ...]
-Change = Callable[[Draw, Tensor], Tensor]
-Make = Callable[[Draw], Inputs]
 
 
-def _as_it_is(_: Draw, x: Tensor) -> Tensor:
-    return x
-
-
-def _strided(draw: Draw, x: Tensor) -> Tensor:
-    return draw.strided(x)
-
-
-def _with_nan(_: Draw, x: Tensor) -> Tensor:
-    x[1, 3] = float("nan")
-    return x
-
-
-def _uneven(_: Draw, x: Tensor) -> Tensor:
-    """Rows of zeros, of numbers whose squares are far below eps, and of numbers whose squares no float16 holds."""
-    return x * x.new_tensor([[0.0], [1e-4], [1e4]])
-
-
-def _drawn(draw: Draw, shape: Shape, dtype: torch.dtype, change: Change = _as_it_is) -> tuple[Tensor, Tensor]:
+def _drawn(draw: Draw, shape: Shape, dtype: torch.dtype, change: Change = as_it_is) -> tuple[Tensor, Tensor]:
     weight = draw.uniform(shape[-1], low=0.5, high=1.5).to(dtype)
     return change(draw, draw.normal(*shape, dtype=dtype)), weight
 
 
-def _for_forward(shape: Shape, dtype: torch.dtype, change: Change = _as_it_is) -> Make:
+def _for_forward(shape: Shape, dtype: torch.dtype, change: Change = as_it_is) -> Make:
     return lambda draw: Inputs(*_drawn(draw, shape, dtype, change), _EPS)
 
 
-def _for_layer(shape: Shape, dtype: torch.dtype, change: Change = _as_it_is) -> Make:
+def _for_layer(shape: Shape, dtype: torch.dtype, change: Change = as_it_is) -> Make:
     def make(draw: Draw) -> Inputs:
         x, weight = _drawn(draw, shape, dtype, change)
         return Inputs(SimpleNamespace(weight=weight, variance_epsilon=_EPS), x)
@@ -91,7 +72,7 @@ def _for_layer(shape: Shape, dtype: torch.dtype, change: Change = _as_it_is) -> 
     return make
 
 
-def _for_backward(shape: Shape, dtype: torch.dtype, change: Change = _as_it_is, *flags: bool) -> Make:
+def _for_backward(shape: Shape, dtype: torch.dtype, change: Change = as_it_is, *flags: bool) -> Make:
     def make(draw: Draw) -> Inputs:
         x, weight = _drawn(draw, shape, dtype, change)
         output = _normalised(x, weight, _EPS).to(dtype)
@@ -109,15 +90,15 @@ def _in_half(make: Callable[..., Make]) -> Iterator[Case]:
     for shape in _SHAPES:
         yield Case(f"shape {shape}", make(shape, _BF16))
     yield Case("float16", make((5, 129), _F16))
-    yield Case("x strided", make((5, 24), _BF16, _strided))
-    yield Case("NaN in a row", make((3, 24), _BF16, _with_nan))
+    yield Case("x strided", make((5, 24), _BF16, strided))
+    yield Case("NaN in a row", make((3, 24), _BF16, with_nan))
 
 
 def _in_single(make: Callable[..., Make]) -> Iterator[Case]:
     for shape in ((1, 2), (5, 127), (3, 129), (2, 3, 24)):
         yield Case(f"float32, shape {shape}", make(shape, _F32))
-    yield Case("float32, x strided", make((5, 24), _F32, _strided))
-    yield Case("rows of zeros, small and large numbers", make((3, 24), _F32, _uneven))
+    yield Case("float32, x strided", make((5, 24), _F32, strided))
+    yield Case("rows of zeros, small and large numbers", make((3, 24), _F32, uneven))
 
 
 def _forward_problem(draw: Draw, *, tokens: int, width: int) -> Inputs:
@@ -169,8 +150,8 @@ RMSNORM_GRID: Final = (
         entrypoint="apply_rms_norm_backward",
         cases=(
             *_in_half(_for_backward),
-            Case("input alone", _for_backward((5, 24), _BF16, _as_it_is, True, False)),  # noqa: FBT003 - as published
-            Case("weight alone", _for_backward((5, 24), _BF16, _as_it_is, False, True)),  # noqa: FBT003 - as published
+            Case("input alone", _for_backward((5, 24), _BF16, as_it_is, True, False)),  # noqa: FBT003 - as published
+            Case("weight alone", _for_backward((5, 24), _BF16, as_it_is, False, True)),  # noqa: FBT003 - as published
         ),
         formula=_backward,
         tolerance=_HALF_GRADIENT,
