@@ -18,6 +18,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import kernel_loader  # noqa: E402
+from kernel_loader.quantization import quantize_block_fp8  # noqa: E402
 
 BLOCK = [128, 128]
 SENTENCE = "the machine was asked what it is , and of all the builds it took the one that will really run there"
@@ -39,8 +40,8 @@ def main() -> None:
     device = "cpu" if origin.reference and not torch.cuda.is_available() else "cuda"
     begin = time.perf_counter()
     model = Encoder(device)
-    up = [quantise(weight) for weight in model.up]
-    down = [quantise(weight) for weight in model.down]
+    up = [quantize_block_fp8(weight, BLOCK) for weight in model.up]
+    down = [quantize_block_fp8(weight, BLOCK) for weight in model.down]
     clock["read and quantise 12 weights"] = time.perf_counter() - begin
 
     exact_up, exact_down = [weight.bfloat16() for weight in model.up], model.down[0].bfloat16()
@@ -126,14 +127,6 @@ class Encoder:
             parts["word_embeddings"][ids] + parts["position_embeddings"][: len(ids)] + parts["token_type_embeddings"][0]
         )
         return F.layer_norm(summed, summed.shape[-1:], parts["LayerNorm"], self.norm_bias).bfloat16()
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, K) in blocks of 128 x 128: e4m3 codes, and the fp32 scale of each block, (N / 128, K / 128)."""
-    rows, columns = weight.shape[0] // 128, weight.shape[1] // 128
-    blocks = weight.reshape(rows, 128, columns, 128)
-    scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-    return (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn), scale
 
 
 def by_expert(rows: Tensor, weights: list[Tensor], experts: Tensor) -> Tensor:

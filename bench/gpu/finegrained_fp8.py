@@ -8,21 +8,18 @@ Errors are ||kernel - reference|| / ||reference|| over the rows that are no sent
 after a first call, whose compilation and tuning is shown apart.
 """
 
-import platform
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import triton
-from timing import median_ms
+from device import machine, median_ms
 from torch import Tensor
 
 import kernel_loader
 from kernel_loader.bundles.fp8 import FineGrainedFP8
-from kernel_loader.settings import Settings
+from kernel_loader.quantization import quantize_block_fp8
 
 BLOCK = [128, 128]
 DTYPE = torch.bfloat16
@@ -35,7 +32,7 @@ def main() -> None:
     begin = time.perf_counter()
     kernel = kernel_loader.load_kernel("finegrained_fp8")
     load_seconds = time.perf_counter() - begin
-    reference = kernel_loader.KernelLoader(Settings(disable=frozenset({"finegrained_fp8"}))).load("finegrained_fp8")
+    reference = kernel_loader.KernelLoader().load_reference("finegrained_fp8")
     origin = kernel_loader.origin(kernel)
     assert not origin.reference, origin
     assert kernel_loader.origin(reference).reference
@@ -43,17 +40,7 @@ def main() -> None:
     lines = [
         "# finegrained_fp8: the published Triton build against the embedded reference",
         "",
-        ", ".join(
-            [
-                f"{datetime.now(UTC):%Y-%m-%d}",
-                torch.cuda.get_device_name(),
-                f"driver {kernel_loader.Host.detect().driver}",
-                f"Python {platform.python_version()}",
-                f"torch {torch.__version__}",
-                f"triton {triton.__version__}",
-                f"kernel_loader {kernel_loader.__version__}.",
-            ]
-        ),
+        machine(),
         f"Loaded {origin.variant} ({origin.digest[:12]}) from a local directory in {load_seconds * 1e3:.0f} ms.",
         "",
         "| case | real rows | error | sentinels in the reference | first call | kernel | reference | speed-up |",
@@ -133,9 +120,7 @@ def cases() -> list[Case]:
 
 def weights(n: int, k: int) -> tuple[Tensor, Tensor]:
     """(N, K) e4m3 codes and fp32 scales of blocks of 128 x 128, from normal weights."""
-    blocks = torch.randn(n // 128, 128, k // 128, 128, device="cuda") / k**0.5
-    scale = blocks.abs().amax(dim=(1, 3)) / 448
-    return (blocks / scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn), scale
+    return quantize_block_fp8(torch.randn(n, k, device="cuda") / k**0.5, BLOCK)
 
 
 if __name__ == "__main__":

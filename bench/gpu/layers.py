@@ -11,17 +11,14 @@ model in float32; gradients over all parameters together. Times are medians of C
 
 import contextlib
 import copy
-import platform
 import sys
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import transformers
-import triton
-from timing import median_ms
+from device import machine, median_ms
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
@@ -84,18 +81,7 @@ def main() -> None:
     lines = [
         "# Published layers in a Llama of transformers, against the original forward",
         "",
-        ", ".join(
-            [
-                f"{datetime.now(UTC):%Y-%m-%d}",
-                torch.cuda.get_device_name(),
-                f"driver {kernel_loader.Host.detect().driver}",
-                f"Python {platform.python_version()}",
-                f"torch {torch.__version__}",
-                f"triton {triton.__version__}",
-                f"transformers {transformers.__version__}",
-                f"kernel_loader {kernel_loader.__version__}.",
-            ]
-        ),
+        machine(f"transformers {transformers.__version__}"),
         f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters, {BATCH} x {TOKENS} tokens, bf16.",
         "",
         "| what | layers with a kernel | error of the original | with kernels | original | with kernels | speed-up |",

@@ -8,25 +8,25 @@ takes to launch. Floors are the longer of the arithmetic, at the rate of torch's
 reading the weights that are asked for, at the rate of torch's copy; both are measured on the spot.
 """
 
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MethodType
 from typing import NamedTuple
 
 import torch
 import transformers
-import triton
-from timing import median_ms
+from device import machine, median_ms
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
 
 import kernel_loader
 from kernel_loader.bundles.moe import ExpertsForward
+from kernel_loader.conformance import Work
+from kernel_loader.conformance.roof import Roof, measure_roof
+from kernel_loader.quantization import quantize_block_fp8
 
 DTYPE = torch.bfloat16
 
@@ -49,18 +49,11 @@ DECODE = (Shape(1, 2, 8, 4096, 14336), Shape(1, 8, 128, 4096, 1536), Shape(1, 8,
 SHARES = (1.0, 0.5, 0.125)
 
 
-class Roof(NamedTuple):
-    """Operations and bytes in a second."""
-
-    flops: float
-    bandwidth: float
-
-    def ms(self, shape: Shape, index: Tensor) -> float:
-        """The least time of a forward call."""
-        real = index[index < shape.experts]
-        matrix = 3 * shape.hidden * shape.intermediate
-        arithmetic = 2 * matrix * real.numel() / self.flops
-        return 1e3 * max(arithmetic, 2 * matrix * real.unique().numel() / self.bandwidth)
+def least_ms(roof: Roof, shape: Shape, index: Tensor) -> float:
+    """The least time of a forward call."""
+    real = index[index < shape.experts]
+    matrix = 3 * shape.hidden * shape.intermediate
+    return 1e3 * roof.seconds(Work(2 * matrix * real.numel(), 2 * matrix * real.unique().numel()))
 
 
 class Experts(nn.Module):
@@ -83,24 +76,13 @@ def main() -> None:
     kernel = kernel_loader.load_kernel("moe_experts")
     origin = kernel_loader.origin(kernel)
     assert origin.variant == "torch-cuda", origin
-    roof = measure_roof()
+    roof = measure_roof(torch.device("cuda"), ["bf16"])
     lines = [
         "# moe_experts: the Triton build against the grouped-matmul experts forward of transformers",
         "",
-        ", ".join(
-            [
-                f"{datetime.now(UTC):%Y-%m-%d}",
-                torch.cuda.get_device_name(),
-                f"driver {kernel_loader.Host.detect().driver}",
-                f"Python {platform.python_version()}",
-                f"torch {torch.__version__}",
-                f"triton {triton.__version__}",
-                f"transformers {transformers.__version__}",
-                f"kernel_loader {kernel_loader.__version__}.",
-            ]
-        ),
+        machine(f"transformers {transformers.__version__}"),
         f"Build {origin.variant} ({origin.digest[:12]}), bf16.",
-        f"Measured: {roof.flops / 1e12:.0f} TFLOP/s by torch's matmul, {roof.bandwidth / 1e12:.1f} TB/s by its copy.",
+        f"Measured: {roof.flops['bf16'] / 1e12:.0f} TFLOP/s in matmul, {roof.bandwidth / 1e12:.1f} TB/s in a copy.",
         "Errors are ||kernel - transformers|| / ||transformers||.",
     ]
     for title, rows in (
@@ -136,7 +118,7 @@ def prefill(forward: ExpertsForward, roof: Roof) -> Iterator[str]:
                 torch.cuda.synchronize()
                 first = time.perf_counter() - begin
                 pairs.append((theirs, ours, graphed(ours)))
-                cells.append(f"{roof.ms(shape, index):.2f} ms | {relative(got, theirs()):.1e} | {first:.1f} s |")
+                cells.append(f"{least_ms(roof, shape, index):.2f} ms | {relative(got, theirs()):.1e} | {first:.1f} s |")
             times = interleaved(pairs)
         for share, now, rest in zip(SHARES, times, cells, strict=True):
             of_full = [f"{one / full:.3f}" for one, full in zip(now, times[0], strict=True)]
@@ -187,7 +169,7 @@ def decode(forward: ExpertsForward, roof: Roof) -> Iterator[str]:
                 ours, theirs = calls(forward, layer, hidden(now), index, routing)
                 error = relative(ours(), theirs())
                 times = [median_ms(call) for call in (theirs, ours, graphed(theirs), graphed(ours))]
-            cells = " | ".join(f"{ms:.3f} ms" for ms in (*times, roof.ms(now, index)))
+            cells = " | ".join(f"{ms:.3f} ms" for ms in (*times, least_ms(roof, now, index)))
             yield f"| {shape} | {tokens} | {cells} | {error:.1e} |"
 
 
@@ -197,8 +179,8 @@ def quantised(forward: ExpertsForward) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for shape in PREFILL[1:]:
         layer, x = Experts(shape), hidden(shape)
-        first, first_scale = to_fp8(layer.gate_up_proj.detach())
-        second, second_scale = to_fp8(layer.down_proj.detach())
+        first, first_scale = quantize_block_fp8(layer.gate_up_proj.detach())
+        second, second_scale = quantize_block_fp8(layer.down_proj.detach())
         scales = {"gate_up_proj_scale": first_scale, "down_proj_scale": second_scale, "block_size": [128, 128]}
         for share in SHARES:
             index, routing = route(shape, share)
@@ -236,17 +218,6 @@ def route(shape: Shape, share: float) -> tuple[Tensor, Tensor]:
     return index.masked_fill(away, shape.experts), routing.masked_fill(away, 0)
 
 
-def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and float32 scales of blocks of 128 x 128."""
-    experts, n, k = weight.shape
-    blocks = weight.view(experts, n // 128, 128, k // 128, 128)
-    scale = blocks.abs().amax(dim=(2, 4)).float() / 448
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    for expert in range(experts):
-        codes[expert] = (blocks[expert] / scale[expert, :, None, :, None]).view(n, k).to(codes.dtype)
-    return codes, scale
-
-
 def graphed(call: Callable[[], object]) -> Callable[[], None]:
     """The call as a CUDA graph."""
     stream = torch.cuda.Stream()
@@ -258,15 +229,6 @@ def graphed(call: Callable[[], object]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
-
-
-def measure_roof() -> Roof:
-    """What torch reaches here."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=DTYPE)
-    source = torch.empty(2**31, device="cuda", dtype=torch.uint8)
-    target = torch.empty_like(source)
-    flops = 2 * 8192**3 / median_ms(lambda: a @ a) * 1e3
-    return Roof(flops, 2 * source.numel() / median_ms(lambda: target.copy_(source)) * 1e3)
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
