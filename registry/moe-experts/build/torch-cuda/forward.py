@@ -51,6 +51,8 @@ def forward(call: Call, *, keep: bool) -> Result:
             y = product(h, second, call.down_proj_bias, None, routing, cut)
         else:
             run = call.block_size[1]
+            assert call.gate_up_proj_scale is not None, "FP8 weights have scales"
+            assert call.down_proj_scale is not None, "FP8 weights have scales"
             by, then_by = (scales(s, call.block_size) for s in (call.gate_up_proj_scale, call.down_proj_scale))
             codes = quantise(hidden, run, call.slots, routing)
             h = product_fp8(*codes, first, by, call.gate_up_proj_bias, between, routing, cut, hidden.dtype, z)

@@ -25,7 +25,7 @@ class Routing(NamedTuple):
     place: Tensor
     offsets: Tensor
     tiles: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # nobody counts items of this tuple
     most: int
 
 
