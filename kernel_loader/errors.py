@@ -268,8 +268,9 @@ class NotCached(SourceError):
 
     detail: str = "it is not on this machine, and the Hub must not be asked (offline mode)"
     advice: str = (
-        "Run `kernel-loader prefetch` where the Hub can be asked, or use builds on this machine with "
-        "KERNEL_LOADER_LOCAL=repository=DIRECTORY. KERNEL_LOADER_OFFLINE and HF_HUB_OFFLINE set the mode."
+        "Run `kernel-loader prefetch` where the Hub can be asked, use builds on this machine with "
+        'KERNEL_LOADER_LOCAL=repository=DIRECTORY, or accept the slow reference with fallback="reference" '
+        "(KERNEL_LOADER_FALLBACK), where the kernel has one. KERNEL_LOADER_OFFLINE and HF_HUB_OFFLINE set the mode."
     )
 
 
