@@ -23,19 +23,19 @@ def rounds(count, across, HALVED: tl.constexpr):
 
 
 @triton.jit
-def tile_of(
-    number, total, whole, end, tiles, count, across, GROUP: tl.constexpr, HALVED: tl.constexpr, SHORT: tl.constexpr
-):
+def tile_of(number, total, whole, end, tiles, across, HALVED: tl.constexpr, SHORT: tl.constexpr):
     """Expert, first row, height and place among the columns of a tile; the height of a half may be zero or less.
 
-    Columns are swept over GROUP tiles of rows at a time, whose rows stay in the second-level cache meanwhile.
+    Columns are swept over the tiles of rows of one sweep at a time, which share the weights that they read.
     """
     is_half = (number >= whole) & (end > total)
     index = tl.where(is_half, whole + (number - whole) // 2, number)
-    first = index // (GROUP * across) * GROUP
-    size = tl.minimum(tl.load(count) - first, GROUP)
+    # Each tile of a sweep counts for as many as there are columns, so that this one is of the same sweep.
+    any_of_sweep = tiles + 5 * (index // across)
+    first = tl.load(any_of_sweep + 3)
+    size = tl.load(any_of_sweep + 4)
     within = index - first * across
-    tile = tiles + 3 * (first + within % size)
+    tile = tiles + 5 * (first + within % size)
     row = tl.load(tile + 1)
     height = tl.load(tile + 2)
     if HALVED:

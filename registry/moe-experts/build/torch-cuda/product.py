@@ -7,7 +7,7 @@ tile: that multiplies the other way round, weights @ rows.T, as tensor cores tak
 few as 8 on the right.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -91,10 +91,6 @@ class Blocking(NamedTuple):
         return self.tall or self.short
 
 
-# Tiles of rows that share a sweep over the columns.
-GROUP: Final = 16
-
-
 def blocking(rows: int, experts: int, dtype: torch.dtype, device: torch.device) -> Blocking:
     """For so many rows at most, of a dtype. How many there are is not known here, nor how even they are."""
     each = rows / max(experts, 1)
@@ -167,7 +163,6 @@ def product(
         SHORT=cut.short,
         WIDTH=width,
         DEPTH=cut.depth,
-        GROUP=GROUP,
         num_stages=cut.stages,
         num_warps=cut.warps,
     )
@@ -371,13 +366,12 @@ def _product(
     SHORT: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     HALVED: tl.constexpr = TALL == 2 * SHORT
     across = tl.cdiv(columns, WIDTH)
     total, whole, last = rounds(count, across, HALVED)
     for number in range(tl.program_id(0), last, tl.num_programs(0)):
-        expert, row, height, place = tile_of(number, total, whole, last, tiles, count, across, GROUP, HALVED, SHORT)
+        expert, row, height, place = tile_of(number, total, whole, last, tiles, across, HALVED, SHORT)
         column = place * WIDTH
         if TALL > 0 and height > SHORT:
             _tile(

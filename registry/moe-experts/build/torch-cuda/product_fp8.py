@@ -12,7 +12,7 @@ from .arguments import Activation
 from .device import multiprocessors
 from .epilogue import finish
 from .order import rounds, tile_of
-from .product import GROUP, Blocking, Matrices, can_describe, describe
+from .product import Blocking, Matrices, can_describe, describe
 from .routing import Routing
 
 
@@ -96,7 +96,6 @@ def product_fp8(
         SHORT=cut.short,
         WIDTH=width,
         DEPTH=depth,
-        GROUP=GROUP,
         num_stages=cut.stages if described else 2,
         num_warps=cut.warps,
     )
@@ -244,13 +243,12 @@ def _product_fp8(
     SHORT: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     HALVED: tl.constexpr = TALL == 2 * SHORT
     across = tl.cdiv(columns, WIDTH)
     total, whole, last = rounds(count, across, HALVED)
     for number in range(tl.program_id(0), last, tl.num_programs(0)):
-        expert, row, height, place = tile_of(number, total, whole, last, tiles, count, across, GROUP, HALVED, SHORT)
+        expert, row, height, place = tile_of(number, total, whole, last, tiles, across, HALVED, SHORT)
         column = place * WIDTH
         if TALL > 0 and height > SHORT:
             _tile(

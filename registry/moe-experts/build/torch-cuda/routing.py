@@ -1,12 +1,16 @@
 # ruff: noqa: ANN001, ANN202 - arguments of kernels have no types of Python
 """Which rows go to which expert, found on the device and left there."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Tiles of rows, of one expert, that share a sweep over the columns at most: each step of a weight is then read from
+# memory once, for all of them.
+SWEEP: Final = tl.constexpr(20)
 
 
 class Routing(NamedTuple):
@@ -16,7 +20,8 @@ class Routing(NamedTuple):
         order: (S,) int32, the slot that comes at each place; not written past the last real one.
         place: (S,) int32, the place of each slot; not written for sentinels.
         offsets: (E + 1,) int32, the first place of each expert, and the number of real slots.
-        tiles: (most, 3) int32: expert, first place and height of each tile of rows.
+        tiles: (most, 5) int32: expert, first place and height of each tile of rows; the first tile of its sweep, and
+            how many tiles that has.
         count: (1,) int32, how many tiles there are.
         most: how many tiles there could be.
     """
@@ -35,7 +40,7 @@ def route(top_k_index: Tensor, experts: int, height: int) -> Routing:
     slots = ids.numel()
     most = min(slots, slots // height + experts)
     order, place, offsets, tiles, count = (
-        torch.empty(size, dtype=torch.int32, device=ids.device) for size in (slots, slots, experts + 1, 3 * most, 1)
+        torch.empty(size, dtype=torch.int32, device=ids.device) for size in (slots, slots, experts + 1, 5 * most, 1)
     )
     _route[(experts,)](
         ids,
@@ -101,13 +106,17 @@ def _route(
         tl.store(offsets, 0)
     if me == experts - 1:
         tl.store(count, first_tile + my_tiles)
+    # As many sweeps as are needed, of one size.
+    sweep = tl.maximum(tl.cdiv(my_tiles, tl.cdiv(my_tiles, SWEEP)), 1)
     for start in range(0, my_tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
-        at = tiles + 3 * (first_tile + tile)
+        at = tiles + 5 * (first_tile + tile)
         there = tile < my_tiles
         tl.store(at, me, mask=there)
         tl.store(at + 1, first + tile * height, mask=there)
         tl.store(at + 2, tl.minimum(mine - tile * height, height), mask=there)
+        tl.store(at + 3, first_tile + tile // sweep * sweep, mask=there)
+        tl.store(at + 4, tl.minimum(my_tiles - tile // sweep * sweep, sweep), mask=there)
     next_place = first
     for start in range(0, slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
