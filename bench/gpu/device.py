@@ -9,15 +9,21 @@ import torch
 import triton
 
 import kernel_loader
-from kernel_loader.conformance.roof import device_seconds
+from kernel_loader.conformance.roof import device_seconds, wall_seconds
 
 
 def median_ms(function: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of a call on the device, after three that are not counted."""
+    """Median time of a call on the device, among others that are queued, after three that are not counted."""
     for _ in range(3):
         function()
     device = torch.device("cuda", torch.cuda.current_device())
-    return statistics.median(device_seconds(function, device) * 1e3 for _ in range(repeats))
+    return 1e3 * statistics.median(device_seconds(function, device, repeats))
+
+
+def alone_ms(function: Callable[[], object], repeats: int = 20) -> float:
+    """Median time of a call from an idle device to an idle device, on the clock of the host."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return 1e3 * statistics.median(wall_seconds(function, device) for _ in range(repeats))
 
 
 def machine(*others: str) -> str:

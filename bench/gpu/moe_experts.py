@@ -3,22 +3,24 @@ r"""moe_experts in Triton against the grouped-matmul experts forward of transfor
     python bench/gpu/moe_experts.py [RESULT.md]
 
 Experts are drawn evenly among all, those of other devices included, so that a share of the slots is sentinels. Times
-are medians of CUDA events, one call at a time, after calls that are not counted; those of graphs leave out what the CPU
-takes to launch. Floors are the longer of the arithmetic, at the rate of torch's own matmul of 8192 x 8192, and of
-reading the weights that are asked for, at the rate of torch's copy; both are measured on the spot.
+are medians of CUDA events, of calls that are queued with other work between them, after some that are not counted; in
+graphs nothing is launched by the CPU; "alone" is a call that finds the device idle, on the clock of the host. Floors
+are the longer of the arithmetic, at the rate of torch's own matmul of 8192 x 8192, and of reading the weights that are
+asked for, at the rate of torch's copy; both are measured on the spot.
 """
 
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import NamedTuple
 
 import torch
 import transformers
-from device import machine, median_ms
+from device import alone_ms, machine, median_ms
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
 
@@ -102,13 +104,13 @@ def main() -> None:
 def prefill(forward: ExpertsForward, roof: Roof) -> Iterator[str]:
     """The shapes of the issue, by shares of real slots."""
     yield (
-        "| shape | real slots | transformers | kernel | of its own full time | kernel, graph | of its own full time "
-        "| floor | error | first call |"
+        "| shape | real slots | transformers | kernel | of its own full time | graph | of its own full time | alone "
+        "| of its own full time | floor | error | first call |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     for shape in PREFILL:
         layer, x = Experts(shape), hidden(shape)
-        pairs, cells = [], []
+        timers, cells = [], []
         with torch.no_grad():
             for share in SHARES:
                 index, routing = route(shape, share)
@@ -117,20 +119,25 @@ def prefill(forward: ExpertsForward, roof: Roof) -> Iterator[str]:
                 got = ours()
                 torch.cuda.synchronize()
                 first = time.perf_counter() - begin
-                pairs.append((theirs, ours, graphed(ours)))
+                timers.append(
+                    (
+                        *(partial(median_ms, call, 5) for call in (theirs, ours, graphed(ours))),
+                        partial(alone_ms, ours, 5),
+                    )
+                )
                 cells.append(f"{least_ms(roof, shape, index):.2f} ms | {relative(got, theirs()):.1e} | {first:.1f} s |")
-            times = interleaved(pairs)
+            times = interleaved(timers)
         for share, now, rest in zip(SHARES, times, cells, strict=True):
             of_full = [f"{one / full:.3f}" for one, full in zip(now, times[0], strict=True)]
             yield (
                 f"| {shape} | {share:.1%} | {now[0]:.2f} ms | {now[1]:.2f} ms | {of_full[1]} | {now[2]:.2f} ms "
-                f"| {of_full[2]} | {rest}"
+                f"| {of_full[2]} | {now[3]:.2f} ms | {of_full[3]} | {rest}"
             )
 
 
-def interleaved(calls: list[tuple[Callable[[], object], ...]], rounds: int = 5) -> list[list[float]]:
-    """Medians of all calls in turn: what the device's clock does in the meantime happens to all of them."""
-    times = [[[median_ms(call, 5) for call in row] for row in calls] for _ in range(rounds)]
+def interleaved(timers: list[tuple[Callable[[], float], ...]], rounds: int = 5) -> list[list[float]]:
+    """Medians of all in turn: what the device's clock does in the meantime happens to all of them."""
+    times = [[[timer() for timer in row] for row in timers] for _ in range(rounds)]
     return [[statistics.median(each) for each in zip(*rows, strict=True)] for rows in zip(*times, strict=True)]
 
 

@@ -16,6 +16,9 @@ _SECONDS: Final = 1.0
 _LEAST_CALLS: Final = 5
 _MOST_CALLS: Final = 100
 
+# Bytes, more than any device has of second-level cache.
+_CACHE: Final = 1 << 28
+
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
@@ -69,23 +72,31 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     """Median time of a call, after two that are not counted; of the device where that is a CUDA or ROCm one."""
     for _ in range(2):
         function()
-    times: list[float] = []
-    begin = time.perf_counter()
-    while len(times) < _LEAST_CALLS or (time.perf_counter() - begin < _SECONDS and len(times) < _MOST_CALLS):
-        times.append(device_seconds(function, device) if device.type == "cuda" else wall_seconds(function, device))
-    return statistics.median(times)
+    calls = min(max(int(_SECONDS / max(wall_seconds(function, device), 1e-9)), _LEAST_CALLS), _MOST_CALLS)
+    if device.type == "cuda":
+        return statistics.median(device_seconds(function, device, calls))
+    return statistics.median(wall_seconds(function, device) for _ in range(calls))
 
 
-def device_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Time that one call takes of a CUDA or ROCm device."""
-    start: Any
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
+def device_seconds(function: Callable[[], object], device: torch.device, calls: int) -> list[float]:
+    """Times that calls take of a CUDA or ROCm device.
+
+    Calls are queued one behind the other, as in a model: what the CPU does for one is hidden behind the one before it,
+    unless it takes longer. Between them the second-level cache is filled with other things. triton.testing.do_bench
+    does the same.
+    """
+    other = torch.empty(_CACHE, dtype=torch.int8, device=device)
+    pairs: list[tuple[Any, Any]] = []
     with torch.cuda.device(device):  # events are of the current one
-        start.record()
-        function()
-        end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+        for _ in range(calls):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
+            other.zero_()
+            start.record()
+            function()
+            end.record()
+            pairs.append((start, end))
+    synchronise(device)
+    return [float(start.elapsed_time(end)) / 1e3 for start, end in pairs]
 
 
 def wall_seconds(function: Callable[[], object], device: torch.device) -> float:
