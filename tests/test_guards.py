@@ -513,6 +513,30 @@ def test_guards_break_no_graph(faulty, entry, case):
     assert PROBES["compile"]["value"](subject).detail == ""
 
 
+@torch.library.custom_op("kernel_loader_tests::bytes_of", mutates_args=())
+def bytes_of(codes: torch.Tensor) -> torch.Tensor:
+    """A kernel, as Inductor sees one: its argument must lie in memory."""
+    return codes.view(torch.uint8).flatten(1).sum(1, dtype=torch.int64)[None]
+
+
+@bytes_of.register_fake
+def _(codes):
+    return codes.new_empty((1, codes.shape[0]), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("seen_as", [None, torch.uint8])
+def test_a_compiled_kernel_gets_padded_weights_in_memory(dtype, seen_as):
+    def function(A, B, Bs, ids, block_size):
+        return bytes_of(B if seen_as is None else B.view(seen_as))
+
+    guarded = Guarded(function, ["whole-tiles"])
+    codes = torch.randint(1, 100, (48, 48, 80), dtype=torch.uint8).view(dtype)
+    arguments = (torch.ones(1, 80), codes, torch.ones(48, 2, 3), 0, [32, 32])
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(guarded, fullgraph=True)(*arguments), guarded(*arguments))
+
+
 @pytest.mark.parametrize("field", ["fp8_matmul", "batched_fp8_matmul", "grouped_fp8_matmul"])
 def test_the_gradient_goes_through_a_compiled_graph(faulty, field):
     a, (b, scale) = torch.randn(3, 64), weights(*((32, 64) if field == "fp8_matmul" else (3, 32, 64)))

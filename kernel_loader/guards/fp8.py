@@ -48,9 +48,9 @@ def whole_tiles(
     more_n, more_k = -n % tile_n, -k % tile_k
     if not (more_n or more_k):
         return function(A, B, Bs, *rest, **named)
-    A, B = pad(A, (0, more_k)), _padded(B, more_n, more_k * B.shape[-1] // k)
+    A, B = pad(A, (0, more_k)), _grown(B, more_n, more_k * B.shape[-1] // k)
     if mx:
-        Bs = _padded(Bs, more_n, more_k // MX_GROUP)
+        Bs = _grown(Bs, more_n, more_k // MX_GROUP)
     elif per_tensor:  # [N, K] is that of the weight no more
         rest = tuple(None if value is block else value for value in rest)
         named = {name: None if value is block else value for name, value in named.items()}
@@ -149,6 +149,13 @@ def wide(value: Any) -> Any:
     return found.masked_fill(found < 0, torch.iinfo(torch.int64).max) if value.dtype == torch.uint64 else found
 
 
-def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
+# An op, since Inductor can hand no view in another dtype of what it computes itself to a kernel, and promotes no float8.
+@torch.library.custom_op("kernel_loader_guards::grown", mutates_args=())
+def _grown(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Codes of one byte each, with rows and columns of zeros added."""
     return pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+
+
+@_grown.register_fake
+def _(codes: Tensor, rows: int, columns: int) -> Tensor:
+    return codes.new_empty((*codes.shape[:-2], codes.shape[-2] + rows, codes.shape[-1] + columns))
