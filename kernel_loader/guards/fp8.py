@@ -149,7 +149,7 @@ def wide(value: Any) -> Any:
     return found.masked_fill(found < 0, torch.iinfo(torch.int64).max) if value.dtype == torch.uint64 else found
 
 
-# An op, since Inductor can hand no view in another dtype of what it computes itself to a kernel, and promotes no float8.
+# An op, since Inductor hands no view in another dtype of what it computes itself to a kernel, and promotes no float8.
 @torch.library.custom_op("kernel_loader_guards::grown", mutates_args=())
 def _grown(codes: Tensor, rows: int, columns: int) -> Tensor:
     """Codes of one byte each, with rows and columns of zeros added."""
