@@ -80,11 +80,44 @@ def said(repo: str, version: int | None, host: Host) -> dict[str, str]:
         ("flash-attn3", 1, A100, {"flash-attn3-compile": "warned"}),
         ("flash-attn3", 2, B200, {}),
         # RMSNorm inside torch.compile
-        ("liger-kernels", 2, H200, {"liger-kernels-compiled-rmsnorm": "warned"}),
-        ("liger-kernels", 3, H200, {}),
+        (
+            "liger-kernels",
+            2,
+            H200,
+            {
+                "liger-kernels-compiled-rmsnorm": "warned",
+                "liger-kernels-rmsnorm-gradient": "warned",
+                "liger-kernels-rotary-inputs": "warned",
+            },
+        ),
+        # RMSNorm in training, and rotary embedding of what is transposed
+        (
+            "liger-kernels",
+            3,
+            H200,
+            {"liger-kernels-rmsnorm-gradient": "warned", "liger-kernels-rotary-inputs": "warned"},
+        ),
+        ("liger-kernels", 4, H200, {}),
         # expert ids at or above the number of local experts
         ("sonic-moe", 1, H200, {"sonic-moe-sentinels": "warned"}),
         ("sonic-moe", 2, H200, {}),
+        # gradients that are lost
+        ("vllm-flash-attn3", 1, H200, {"vllm-flash-attn3-sink-gradient": "warned"}),
+        ("vllm-flash-attn3", 2, H200, {}),
+        ("activation", 1, H200, {"activation-gradient": "warned"}),
+        ("activation", 2, H200, {}),
+        ("layer-norm", 1, H200, {"layer-norm-gradient": "warned"}),
+        ("layer-norm", 2, H200, {}),
+        ("rotary", 2, H200, {"rotary-gradient": "warned", "rotary-tables": "warned"}),
+        ("rotary", 3, H200, {}),
+        # memory that is not there, or does not lie as it should
+        ("fla", 1, H200, {"fla-recurrent-rates": "warned"}),
+        ("fla", 2, H200, {}),
+        ("relu", 1, H200, {"relu-gradient": "warned", "relu-alignment": "warned"}),
+        ("relu", 2, H200, {}),
+        # no batch
+        ("deformable-detr", 1, H200, {"deformable-detr-empty-batch": "warned"}),
+        ("deformable-detr", 2, H200, {}),
     ],
 )
 def test_each_fault_is_told_on_the_hosts_that_it_is_about(repo, version, host, expected):

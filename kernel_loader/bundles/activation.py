@@ -25,8 +25,8 @@ of kernels-community/activation, version 1.
 
 The reference build does all of this, for any strides, and its functions are differentiable too. Code that must also
 run on published builds (version 1) keeps to what those do: contiguous x and `out` for the functions, at least one
-element, no float64, and no gradients, though the layers do not say so (`has_backward`). Shapes and dtypes that disagree
-are not noticed there, and read or write elsewhere.
+element, no float64, and no gradients, which functions say by raising in backward and layers do not (`has_backward`).
+Shapes and dtypes that disagree are not noticed there, and read or write elsewhere.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ of the formulas counts them. With rotary_cos and rotary_sin (places, R / 2), the
 at places cache_seqlens and on; those of q too, or, without causal and window, as at place cache_seqlens all of them.
 Pairs are dims (2i, 2i + 1), or (i, i + R / 2) unless `rotary_interleaved`. What was turned is rounded to its dtype.
 
-Gradients: to q, k and v, through out alone: lse, slopes, scales and caches get none. Qv and s_aux get one of the
-reference, and none of published builds. Dropout is refused by the reference, and by builds for the stable ABI.
+Gradients: to q, k, v and s_aux, through out alone: lse, slopes, scales and caches get none. That to s_aux comes from a
+guard of the manifest in published builds. Qv gets one of the reference, and none of published builds. Dropout is
+refused by the reference, and by builds for the stable ABI.
 `deterministic`, `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata` and `max_seqlen_*` change no result;
 published builds allocate by `max_seqlen_*`, which must hold.
 

@@ -16,7 +16,7 @@ these exceptions:
 
 - They compute in the dtype of value. In half precision a point is then off by up to 2 ** -9 (bfloat16) or 2 ** -12
   (float16) of the side of a map, and gradients to value are summed in that dtype, in no fixed order.
-- B and im2col_step of 0 end the process. Shapes that disagree are not noticed, and read elsewhere.
+- B and im2col_step of 0 end the process in the layer. Shapes that disagree are not noticed, and read elsewhere.
 - They cannot be compiled to one graph.
 - The layer refuses tensors that are not contiguous, the gradient to its output included.
 """

@@ -28,12 +28,13 @@ A sequence without positions ends in the state that it starts from.
 Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (arXiv:2412.06464), equation (10); for twice the rate, Grazzi
 et al. (arXiv:2411.12537). Parameter names and layouts are those of kernels-community/fla.
 
-The reference build does all of this. Published builds (version 1) do with these exceptions:
+The reference build does all of this. Published builds (version 1) do behind the guards of the manifest, with these
+exceptions:
 
 - There is at least one row and position; K is 256 at most for whole sequences. These are computed with numbers rounded
   to the dtype of q, or to TF32, between the products of a chunk.
 - Step by step there is no gradient: backward raises NotImplementedError. K is a power of two where there is a `gk`, and
-  V where there is a `gv`. Without `beta` HV is H, or what lies beyond other numbers is read.
+  V where there is a `gv`.
 - Other errors tell what is wrong, and shapes of gates and values of `cu_seqlens` are not looked at.
 - torch.compile makes no single graph of them.
 """

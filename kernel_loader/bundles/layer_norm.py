@@ -13,7 +13,8 @@ Normalization (arXiv:1910.07467). Names of parameters are those of kernels-commu
 The reference build does all of this; it is differentiable, can be compiled, and computes float64 in float64. So do the
 published builds (version 1) behind the guards of the manifest, with these exceptions:
 
-- They have no gradient and cannot be compiled to one graph, and their layers do not say so (`has_backward`).
+- They have no gradient, which the function says by raising in backward and the layers do not (`has_backward`), and
+  cannot be compiled to one graph.
 - H is a multiple of 8, and at most 8192.
 - The layers want at least two dimensions, in memory so that they can be viewed as rows.
 

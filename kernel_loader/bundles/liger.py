@@ -15,13 +15,15 @@ square; Gemma 2 (arXiv:2408.00118) for the cap; Wu et al. (arXiv:2508.05629) for
 Zhang and Sennrich (arXiv:1910.07467) for the norm, Shazeer (arXiv:2002.05202) for the gated MLPs, Su et al.
 (arXiv:2104.09864), 3.4, for the rotary embedding. Names are those of kernels-community/liger-kernels, version 3.
 
-The reference build does all of this. So do the published Triton builds (version 3), with these exceptions:
+The reference build does all of this. So do the published Triton builds (version 3) behind the guards of the manifest,
+with these exceptions:
 
 - Backward is made to be the last use of what it is given. That of LigerRMSNorm writes into the gradient to its output,
   which is wrong where another branch gets the same gradient, as in `x + norm(y)`; those of the MLPs write into what
   `gate_proj` and `up_proj` returned, and cannot run twice.
-- `liger_rotary_pos_emb` computes in the dtype of cos and sin, takes `unsqueeze_dim` for 1 whatever it is, gives cos and
-  sin no gradient, and writes into q or k where it is a transposed contiguous (B, T, heads, D).
+- `liger_rotary_pos_emb` computes in the dtype of cos and sin, and gives these no gradient. Its layer, which no guard
+  stands before, takes `unsqueeze_dim` for 1 whatever it is, and writes into q, k or a gradient that is a transposed
+  contiguous (B, T, heads, D).
 - The loss multiplies, and sums the gradients to its weights, in the dtype of `hidden_states`; it gives the weights none
   where `hidden_states` need none, wants these contiguous, fails without a token, and breaks the graph under
   torch.compile. Other errors tell what is wrong; shapes and labels are not looked at.

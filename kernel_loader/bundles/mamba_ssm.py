@@ -12,12 +12,13 @@ of that where asked for; softplus(v) = log(1 + exp(v)), and v itself above 20.
 Sources: Gu and Dao, Mamba (arXiv:2312.00752), algorithm 2 and equation (2); Dao and Gu, Transformers are SSMs
 (arXiv:2405.21060), 2 and 6, for heads. Parameter names and layouts are those of kernels-community/mamba-ssm.
 
-The reference build does all of this. Published builds (version 2) do with these exceptions:
+The reference build does all of this. Published builds (version 2) do behind the guards of the manifest, with these
+exceptions:
 
 - There is at least one row, channel and position; n is 256 at most.
 - The scan of Mamba wants A, D, `delta_bias` and what does not change of B and C in float32. Its gradients to z come of
   outputs that were rounded to the dtype of u. A may be complex there, and here not.
-- A step wants `D` and `dt_bias`: it fails without them. Its softplus is 0 below some -17, where exp(v) is lost in 1.
+- The softplus of a step is 0 below some -17, where exp(v) is lost in 1.
 - `seq_idx` is int32.
 - Other errors tell what is wrong (RuntimeError, AssertionError), and in a step they may be of the machine.
 - torch.compile makes no single graph of them.

@@ -4,10 +4,11 @@ Source: Nair and Hinton, Rectified Linear Units Improve Restricted Boltzmann Mac
 are those of kernels-community/relu, version 1.
 
 The reference build does all of this, is differentiable, and can be compiled. Code that must also run on published
-builds (version 1) keeps to what those do: contiguous float32 tensors (float16 too on Metal) with at least one dimension
-and one element, and neither gradients nor torch.compile with one graph. Strides of `out` are not looked at, nor those
-of x on CPUs: what is not contiguous is read and written in the wrong places. Builds for x86 CPUs end the process where
-memory does not start at a multiple of 16 bytes, as that of a view may not; those for ARM keep NaN.
+builds (version 1) keeps to what those do behind the guards of the manifest: float32 tensors (float16 too on Metal) with
+at least one dimension, and neither gradients, which the function says by raising in backward, nor torch.compile with
+one graph. Builds for ARM keep NaN. No guard stands before the layer: there, what is not contiguous may be read and
+written in the wrong places, and builds for x86 CPUs end the process where memory does not start at a multiple of 16
+bytes, as that of a view may not.
 """
 
 from __future__ import annotations

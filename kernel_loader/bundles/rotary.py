@@ -6,7 +6,9 @@ Source: Su et al., RoFormer (arXiv:2104.09864), 3.4. Names of parameters are tho
 2.
 
 The reference build does all of this. Published builds (version 2) do so for cos and sin of the dtype of what they turn,
-and whose halves are alike. Their op has no derivative, so that gradients of q and k are not to be relied on there.
+and whose halves are alike. Their op has no derivative: `apply_rotary_transformers` has its gradient by a guard of the
+manifest, and that of the layer is not to be relied on. On CPUs with AVX-512 neither `apply_rotary` nor the layer takes
+bfloat16 with cos and sin that are broadcast along the batch.
 """
 
 from __future__ import annotations

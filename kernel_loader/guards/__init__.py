@@ -29,7 +29,17 @@ GUARDS: Final = {
     "nan-scale": "fp8",
     "vector": "fp8",
     "empty": "calls",
+    "empty-batch": "deformable_detr",
+    "aligned": "relu",
+    "step-terms": "optional",
+    "ones-beta": "optional",
+    "table-batch": "rotary",
+    "left-alone": "rotary",
+    "heads-dimension": "rotary",
     "input-gradient": "gradient",
+    "sink-gradient": "attention",
+    "turn-gradient": "rotary",
+    "refuse-gradient": "refusal",
     "no-gradient": "calls",
 }
 

@@ -273,6 +273,33 @@ def test_what_ships_says_what_the_facts_say():
             }
 
 
+@pytest.mark.parametrize(
+    ("layer", "kind", "mode", "kernel"),
+    [
+        ("RMSNorm", "cuda", TRAIN, "liger"),
+        ("SwiGLUMLP", "cuda", INFER | COMPILE, "liger"),
+        ("ForCausalLMLoss", "cuda", TRAIN | COMPILE, "liger"),
+        ("MultiScaleDeformableAttention", "cuda", TRAIN, "deformable_detr"),
+        ("SiLU", "cuda", INFER | COMPILE, "activation"),
+    ],
+)
+def test_what_ships_names_kernels_that_have_a_reference_with_the_layer(cpu_machine, layer, kind, mode, kernel):
+    repository = shipped_mapping().select(layer, kind, None, mode).repository
+    assert (repository.repo_id, repository.version) == (kernel, None)
+    assert repository.load("cpu").origin.reference
+
+
+def test_what_ships_takes_no_kernel_without_a_gradient_for_training():
+    without = {"activation", "layer_norm", "relu", "rotary"}
+    without |= {f"kernels-community/{name.replace('_', '-')}" for name in without}
+    for name, devices in shipped_mapping().layers.items():
+        for kind, ranges in devices.items():
+            for low, _ in ranges:
+                for mode in (TRAIN, TRAIN | COMPILE):
+                    found = shipped_mapping().select(name, kind, low, mode)
+                    assert not isinstance(found, Found) or found.repository.repo_id not in without
+
+
 def test_a_project_adds_to_what_ships(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text(
         '[tool.kernel-loader.layers.Mine.cuda]\ninference = { repo = "org/mine", version = 2, layer = "Mine" }\n'
