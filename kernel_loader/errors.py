@@ -28,6 +28,7 @@
       LockError(ValueError)               a lock file cannot be used
         LockMissing                       ... it is not there, or does not name the kernel
       KernelizeError(ValueError)          a layer cannot be replaced by its kernel
+      FusionError(ValueError)             modules cannot be fused, or their weights not be converted
 
 Every error is also the builtin that a caller would expect, holds its parts as fields, survives pickling, and its text
 ends with what to do next. Text is made when it is asked for, from the fields.
@@ -470,6 +471,23 @@ class KernelizeError(KernelLoaderError, ValueError):
     @property
     def problem(self) -> str:
         return f"Layer {self.layer}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice
+
+
+class FusionError(KernelLoaderError, ValueError):
+    """Modules cannot be fused, or weights cannot be converted. `problems` holds a line for all that is wrong."""
+
+    problems: tuple[str, ...]
+    advice: str = "Correct the converters, or give them the weights that they are for; nothing was converted."
+
+    @property
+    def problem(self) -> str:
+        shown = "; ".join(self.problems[:5])
+        more = f"; and {len(self.problems) - 5} more" if len(self.problems) > 5 else ""
+        return f"{shown}{more}."
 
     @property
     def remedy(self) -> str:

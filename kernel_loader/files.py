@@ -1,10 +1,11 @@
-"""Files as the digests and the store need them: hashed, and replaced whole."""
+"""Files as the digests, the store and checkpoints need them: hashed, replaced whole, and made durable."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -35,3 +36,18 @@ def replace_file(file: Path, content: bytes, mode: int = 0o644, *, durable: bool
         Path(temporary).replace(file)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or what a directory lists, durable: it is there after a loss of power.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    if path.is_dir() and sys.platform == "win32":
+        return  # Windows makes directories durable by itself, and cannot open them
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 
 from kernel_loader.digest import content_digest, differences
 from kernel_loader.errors import IntegrityError, StoreError
-from kernel_loader.files import hash_file, replace_file
+from kernel_loader.files import hash_file, replace_file, sync
 
 logger = logging.getLogger("kernel_loader")
 
@@ -173,16 +173,16 @@ class Store:
         with self._writing():
             self._builds.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(16) as pool:  # a disk makes many files durable at once about as fast as one
-                list(pool.map(_sync, [staged / path for path in hashes]))
+                list(pool.map(sync, [staged / path for path in hashes]))
             for directory in [staged, *(d for d in staged.rglob("*") if d.is_dir())]:
-                _sync(directory)
+                sync(directory)
             staged.chmod(0o755)
             try:
                 staged.rename(target)
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not target.is_dir():
                     raise
-            _sync(self._builds)
+            sync(self._builds)
             receipt = _read_receipt(self._receipt(digest)) or {"sources": []}
             receipt["sources"] = _with_source(receipt["sources"], source)
             self._write_receipt(digest, hashes, dict(_walk(target)), receipt["sources"])
@@ -378,16 +378,6 @@ def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_resu
                     yield from _walk(Path(entry.path), f"{path}/")
             else:
                 raise IntegrityError(str(directory), (f"{path} is no regular file",), _AGAIN)
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and sys.platform == "win32":
-        return  # Windows makes directories durable by itself, and cannot open them
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

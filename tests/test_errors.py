@@ -12,6 +12,7 @@ from kernel_loader import errors
 from kernel_loader.errors import (
     AbiMismatch,
     CyclicDependency,
+    FusionError,
     HostError,
     HubUnavailable,
     IntegrityError,
@@ -94,6 +95,7 @@ SAMPLES = [
     LockError("kernels.lock", "it cannot be read"),
     LockMissing("kernels.lock", "it does not name org/activation"),
     KernelizeError("RMSNorm", "no-mode", "its kernel is for inference", "Add one to the mapping."),
+    FusionError(tuple(f"tensor{i} is taken twice" for i in range(9))),
     SourceError("/nowhere", "it is not there", "Look at the path."),
     IntegrityError("/build", tuple(f"file{i}.py is missing" for i in range(9))),
     KernelImportError("activation", ORIGIN, "no\nsuch\r\nthing"),
