@@ -24,11 +24,12 @@ lint: $(VENV)/ready
 
 types: $(VENV)/ready
 	$(BIN)/mypy
-	@# The directory of a build is no package name: each is checked as a copy that has one. Kernels in Triton have no types.
+	@# The directory of a build is no package name: each is checked as a copy that has one. Layouts import
+	@# this package, which is checked already. Kernels in Triton have no types.
 	@set -e; copies=$$(mktemp -d); trap "rm -rf $$copies" EXIT; plain=; triton=; for build in registry/*/build/*; do \
 	    name=$$(echo $$build | tr '/-' '__'); cp -r $$build $$copies/$$name; \
 	    case $$build in *universal) plain="$$plain --package $$name";; *) triton="$$triton --package $$name";; esac; done; \
-	    cd $$copies; $(CURDIR)/$(BIN)/mypy --strict $$plain --cache-dir $(CURDIR)/.mypy_cache; \
+	    cd $$copies; MYPYPATH=$(CURDIR) $(CURDIR)/$(BIN)/mypy --strict --follow-imports silent $$plain --cache-dir $(CURDIR)/.mypy_cache; \
 	    $(CURDIR)/$(BIN)/mypy --strict --allow-incomplete-defs --allow-untyped-defs --allow-untyped-decorators \
 	    --allow-untyped-calls --ignore-missing-imports $$triton --cache-dir $(CURDIR)/.mypy_cache
 
