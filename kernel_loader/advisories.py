@@ -15,7 +15,7 @@ FILE_NAME: Final = "advisories.toml"
 _ID: Final = r"[a-z0-9][a-z0-9\-]*"
 _SPECIFIERS: Final = ("versions", "devices", "capability", "no-cuda-toolkit")
 _NEEDED: Final = frozenset({"id", "repo", "effect", "fault", "remedy", "source"})
-_KEYS: Final = _NEEDED | {"when", "guard"} | set(_SPECIFIERS)
+_KEYS: Final = _NEEDED | {"when", "guard", "no-training"} | set(_SPECIFIERS)
 
 
 def about(repo: str, files: Iterable[tuple[str, str]]) -> tuple[Advisory, ...]:
@@ -72,6 +72,8 @@ def _advisory(node: Node) -> Advisory:
     effect = keys["effect"].text()
     if effect not in get_args(Effect):
         keys["effect"].error(f"{effect!r} is not one of {', '.join(get_args(Effect))}")
+    if "no-training" in keys and effect != "warn":
+        keys["no-training"].error("it goes with the effect warn: nothing of a build that is refused is taken")
     specifier = {name: read_specifier(keys[name]) for name in _SPECIFIERS if name in keys}
     return Advisory(
         id=keys["id"].text(_ID, "an id in lower case with dashes"),
@@ -86,4 +88,5 @@ def _advisory(node: Node) -> Advisory:
         no_cuda_toolkit=specifier.get("no-cuda-toolkit"),
         when=keys["when"].text() if "when" in keys else "",
         guard=read_guard_name(keys["guard"]) if "guard" in keys else None,
+        no_training=keys["no-training"].texts() if "no-training" in keys else (),
     )

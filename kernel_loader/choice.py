@@ -27,12 +27,16 @@ _ALL: Final = "all"
 
 
 class Ask(NamedTuple):
-    """What a caller asks for, normalised: what is equal here is loaded once. `bundle` is None for a module."""
+    """What a caller asks for, normalised: what is equal here is loaded once.
+
+    `bundle` is None for a module, of which with `for_layers` nothing but layers is taken.
+    """
 
     manifest: Manifest
     bundle: type | None = None
     backend: str | None = None
     fallback: Fallback | None = None
+    for_layers: bool = False
 
     @property
     def request(self) -> Request | None:
@@ -58,6 +62,7 @@ class Choice(NamedTuple):
     Attributes:
         manifest: the kernel in the repository that the build is from; None for an embedded build.
         warnings: sentences whose subject is the kernel.
+        of_training: the same of faults that keep layers out of training, where only layers are taken.
     """
 
     source: Source
@@ -66,6 +71,7 @@ class Choice(NamedTuple):
     manifest: Manifest | None
     why: str
     warnings: tuple[str, ...] = ()
+    of_training: tuple[str, ...] = ()
 
     @property
     def embedded(self) -> bool:
@@ -76,6 +82,11 @@ class Choice(NamedTuple):
     def reference(self) -> bool:
         """Whether it is the reference: an embedded build for no backend in particular."""
         return self.embedded and self.build.is_universal
+
+    @property
+    def untrained(self) -> tuple[tuple[str, str], ...]:
+        """As `Origin.untrained`."""
+        return tuple(pair for note in self.build.notes for pair in note.untrained)
 
     @property
     def guards(self) -> Mapping[str, tuple[str, ...]]:
@@ -339,14 +350,15 @@ def _choice(looked: Looked) -> Choice:
     if source.is_local and None not in (said, asked) and said != asked:
         warnings.append(f"uses version {said} from {source.kind} {listing.repo}, and version {asked} was asked for.")
     # The first sentence tells one warning from another.
-    warnings += [f"has a {note.message}. {note.remedy}" for note in build.notes if note.code == "advisory"]
+    told = {note: f"has a {note.message}. {note.remedy}" for note in build.notes if note.code == "advisory"}
     return Choice(
         source=source,
         listing=listing,
         build=build,
         manifest=looked.manifest,
         why=doubts or (f"the best of {fits} builds that fit" if fits > 1 else "the only build that fits"),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *(text for note, text in told.items() if not note.untrained)),
+        of_training=tuple(text for note, text in told.items() if note.untrained),
     )
 
 

@@ -135,10 +135,15 @@ class KernelLoader:
         revision: str | None = None,
         backend: str | None = None,
         trust_remote_code: bool | Collection[str] = False,
+        for_layers: bool = False,
     ) -> ModuleType:
-        """As the function `load_module`."""
+        """As the function `load_module`.
+
+        With `for_layers`, nothing but layers is taken of the module, by a caller who heeds `Origin.untrained`: faults
+        that those tell of are not warned of.
+        """
         manifest = self._manifest(repo_id) or self.catalog.get(repo_id)
-        ask = self._ask(manifest, version, revision, backend, None)
+        ask = self._ask(manifest, version, revision, backend, None)._replace(for_layers=for_layers)
         allowed = _allowed(trust_remote_code)
         loaded: ModuleType = self._once.get((ask, allowed), lambda: self._load_module(ask, allowed), _name_of)
         return loaded
@@ -344,7 +349,7 @@ class KernelLoader:
 
     def _import(self, ask: Ask, choice: Choice) -> tuple[ModuleType, Origin]:
         """Fetch a build, with those that it depends on, and import it once."""
-        for warning in choice.warnings:
+        for warning in choice.warnings if ask.for_layers else (*choice.warnings, *choice.of_training):
             self._warn(ask.manifest, warning)
         metadata = choice.build.metadata
         assert metadata is not None, "a build is chosen by what its metadata says"
@@ -448,4 +453,5 @@ def _origin(ask: Ask, choice: Choice, fetched: Fetched) -> Origin:
         reference=choice.reference,
         why=choice.why,
         guards=spelt_guards(_guards(ask, choice)),
+        untrained=choice.untrained,
     )

@@ -24,6 +24,8 @@ class Origin(NamedTuple):
         why: why this build was taken, for people.
         commit: where the revision stood; None where the source has no revisions.
         guards: what was put around the functions of the bundle, as "field: guard, guard".
+        untrained: layers whose gradient is known to be wrong or missing, as (name, id of the advisory); "*" stands for
+            all.
     """
 
     kernel: str
@@ -37,6 +39,7 @@ class Origin(NamedTuple):
     why: str
     commit: str | None = None
     guards: tuple[str, ...] = ()
+    untrained: tuple[tuple[str, str], ...] = ()
 
     @property
     def where(self) -> str:

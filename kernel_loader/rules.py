@@ -86,10 +86,15 @@ class Unknown(Reason):
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
 class Note(Reason):
-    """The build may be used, and a person should know this of it."""
+    """The build may be used, and a person should know this of it.
 
-    __slots__ = ()
+    Attributes:
+        untrained: layers whose gradient the fault is about, as (name, id of the advisory); "*" stands for all.
+    """
+
+    untrained: tuple[tuple[str, str], ...] = ()
 
 
 Outcome = Accept | Reject | Unknown | Note
@@ -137,6 +142,7 @@ class Advisory(NamedTuple):
         no_cuda_toolkit: specifier that no CUDA toolkit with nvcc on the host meets.
         when: what a call must be like, in words.
         guard: the guard that mends it, in kernels whose manifest has it.
+        no_training: layers that `kernelize` does not take for training because of it; "*" stands for all.
         mended: specifiers for the versions at which the kernel's manifest has that guard; None stands for all.
         overruled: why it is not heeded here, such as "ignored by KERNEL_LOADER_IGNORE_ADVISORIES".
     """
@@ -153,6 +159,7 @@ class Advisory(NamedTuple):
     no_cuda_toolkit: SpecifierSet | None = None
     when: str = ""
     guard: str | None = None
+    no_training: tuple[str, ...] = ()
     mended: tuple[SpecifierSet | None, ...] = ()
     overruled: str = ""
 
@@ -492,7 +499,7 @@ def advisory_rule(advisory: Advisory, host: Host, build: Build) -> Outcome:
     if unknown:
         message += f"; whether it shows depends on {' and '.join(unknown)}, which nobody knows here"
     if advisory.effect == "warn":
-        return Note("advisory", message, remedy)
+        return Note("advisory", message, remedy, tuple((layer, advisory.id) for layer in advisory.no_training))
     if unknown or advisory.effect == "doubt":
         return Unknown("advisory", message, remedy)
     return Reject("advisory", message, remedy)

@@ -1,5 +1,6 @@
 """Advisories: the file that ships, on the hosts that its faults are about; files of the user's; what a load does."""
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -106,12 +107,17 @@ def said(repo: str, version: int | None, host: Host) -> dict[str, str]:
         ("vllm-flash-attn3", 2, H200, {}),
         ("activation", 1, H200, {"activation-gradient": "warned"}),
         ("activation", 2, H200, {}),
-        ("layer-norm", 1, H200, {"layer-norm-gradient": "warned"}),
+        ("layer-norm", 1, H200, {"layer-norm-gradient": "warned", "layer-norm-alignment": "warned"}),
         ("layer-norm", 2, H200, {}),
         ("rotary", 2, H200, {"rotary-gradient": "warned", "rotary-tables": "warned"}),
         ("rotary", 3, H200, {}),
         # memory that is not there, or does not lie as it should
-        ("fla", 1, H200, {"fla-recurrent-rates": "warned"}),
+        ("causal-conv1d", 1, H200, {"causal-conv1d-alignment": "warned"}),
+        ("causal-conv1d", 2, H200, {}),
+        ("paged-attention", 1, H200, {"paged-attention-length": "warned"}),
+        ("paged-attention", 2, H200, {}),
+        ("fla", 1, H200, {"fla-recurrent-rates": "warned", "fla-hopper-backward": "warned"}),
+        ("fla", 1, B200, {"fla-recurrent-rates": "warned"}),
         ("fla", 2, H200, {}),
         ("relu", 1, H200, {"relu-gradient": "warned", "relu-alignment": "warned"}),
         ("relu", 2, H200, {}),
@@ -144,14 +150,19 @@ LEAST = {"id": "a-b", "repo": "org/k", "effect": "warn", "fault": "it fails", "r
 
 
 def written(*advisories: dict[str, str]) -> str:
-    lines = [["[[advisories]]", *(f'{key} = "{value}"' for key, value in table.items())] for table in advisories]
+    lines = [
+        ["[[advisories]]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())] for table in advisories
+    ]
     return "\n".join(line for table in lines for line in table)
 
 
 def test_an_advisory_of_every_key_is_read():
     conditions = {"versions": "<=2", "devices": ">1", "capability": ">=9", "no-cuda-toolkit": ">=12"}
-    (advisory,) = parse(written(LEAST | conditions | {"when": "always", "guard": "empty"}), "a.toml")
+    (advisory,) = parse(
+        written(LEAST | conditions | {"when": "always", "guard": "empty", "no-training": ["A", "b"]}), "a.toml"
+    )
     assert (advisory.id, advisory.repo, advisory.effect, advisory.guard) == ("a-b", "org/k", "warn", "empty")
+    assert advisory.no_training == ("A", "b")
     assert str(advisory.versions) == "<=2"
     assert str(advisory.devices) == ">1"
     assert str(advisory.capability) == ">=9"
@@ -301,6 +312,33 @@ def test_an_advisory_can_be_ignored(workshop, caplog, ignored, effect):
     )
     with_another = workshop.loader(ignore_advisories={"other"})
     assert kernel_loader.origin(with_another.load("my_kernel")).reference == (effect == "reject")
+
+
+def test_a_fault_of_training_is_told_to_who_loads_the_module_and_by_its_origin(workshop, caplog):
+    known(workshop, **{"no-training": ["Mine"]})
+    loader = workshop.loader()
+    module = loader.load_module("my_kernel", for_layers=True)
+    assert warnings(caplog) == []
+    assert kernel_loader.origin(module).untrained == (("Mine", "a-b"),)
+    loader.load_module("my_kernel")
+    assert warnings(caplog) == ["my_kernel has a known fault a-b: it fails. Stop. Reported: issue 1."]
+    ignoring = workshop.loader(ignore_advisories={"a-b"})
+    assert kernel_loader.origin(ignoring.load_module("my_kernel")).untrained == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"no-training": ["*"], "effect": "reject"}, "it goes with the effect warn"),
+        ({"no-training": ["*"], "effect": "doubt"}, "it goes with the effect warn"),
+        ({"no-training": "*"}, "a list was expected"),
+        ({"no-training": [1]}, "a text was expected"),
+    ],
+)
+def test_layers_that_are_kept_out_of_training_are_a_list(change, told):
+    with pytest.raises(ManifestError, match=told) as caught:
+        parse(written(LEAST | change), "a.toml")
+    assert caught.value.path.startswith("advisories[0].no-training")
 
 
 def test_the_version_that_a_directory_names_counts(workshop):

@@ -42,8 +42,13 @@ def faults(layer: type, base: type) -> tuple[str, ...]:
         return (*found, f"its signature, or that of the original, cannot be read ({error})")
 
 
-def unsupported(layer: type, mode: Mode) -> str:
-    """What of a mode a layer does not support, by what it says of itself; empty when it supports all."""
+def unsupported(layer: type, mode: Mode, untrained: str = "") -> str:
+    """What of a mode a layer does not support, by what it says of itself; empty when it supports all.
+
+    `untrained` is the advisory by which its gradient is wrong or missing, where there is one.
+    """
+    if Mode.TRAINING in mode and untrained:
+        return f"its gradient is known to be wrong or missing (advisory {untrained})"
     if Mode.TRAINING in mode and not getattr(layer, "has_backward", True):
         return "it has no backward pass (has_backward)"
     if Mode.TORCH_COMPILE in mode and not getattr(layer, "can_torch_compile", False):

@@ -239,7 +239,8 @@ class _Planner:
                 raise layer
             logger.warning("layer %s keeps its own forward. %s", name, layer)
             return _kept(name, "cannot-load", str(layer), mode)
-        if missing := unsupported(layer.cls, found.mode) or unsupported(layer.cls, mode):
+        lacks = (unsupported(layer.cls, asked, layer.untrained) for asked in (found.mode, mode))
+        if missing := next(filter(None, lacks), ""):
             message = f"{found.repository} is not for {mode}: {missing}"
             return self._fallback(Missing("no-mode", message, KernelizeFallback.NO_COMPATIBLE_MODE), name, cls, mode)
         if problems := faults(layer.cls, cls):

@@ -21,10 +21,17 @@ if TYPE_CHECKING:
 
 
 class Layer(NamedTuple):
-    """A layer of a kernel: a class whose forward can take the place of another's, and where it is from."""
+    """A layer of a kernel.
+
+    Attributes:
+        cls: a class whose forward can take the place of another's.
+        origin: where it is from.
+        untrained: the advisory by which its gradient is wrong or missing, whatever it says of itself; empty for none.
+    """
 
     cls: type[nn.Module]
     origin: Origin
+    untrained: str = ""
 
 
 class Repository(Protocol):
@@ -88,6 +95,7 @@ class LayerRepository:
                 revision=self.revision,
                 backend=backend,
                 trust_remote_code=self.trust_remote_code,
+                for_layers=True,
             ),
             self.layer_name,
         )
@@ -185,10 +193,11 @@ def _layer(module: ModuleType, name: str) -> Layer:
     where = origin(module)
     layers = getattr(module, "layers", None)
     found: Any = getattr(layers, name, getattr(module, name, None))
+    untrained = next((advisory for layer, advisory in where.untrained if layer in (name, "*")), "")
     if isinstance(found, type):
-        return Layer(found, where)
+        return Layer(found, where, untrained)
     if callable(found):
-        return Layer(function_layer(found, name), where)
+        return Layer(function_layer(found, name), where, untrained)
     there = sorted(n for n, value in vars(layers).items() if inspect.isclass(value)) if layers is not None else []
     detail = f"{where.where} has no layer {name}; it has {', '.join(there) or 'none'}"
     raise KernelizeError(name, "no-such-layer", detail, "Correct the name of the layer in the mapping.")

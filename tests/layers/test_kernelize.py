@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from kernel_loader import (
     LocalLayerRepository,
     Mode,
     RequestError,
+    api,
     kernelize,
     kernelize_report,
     replace_kernel_forward_from_hub,
@@ -31,7 +33,12 @@ from kernel_loader import (
     use_kernel_mapping,
     use_kernelized_func,
 )
+from kernel_loader.layers.fit import unsupported
+from kernel_loader.layers.mapping import shipped_mapping
 from kernel_loader.layers.swap import _warn_of_training
+from kernel_loader.loader import KernelLoader
+from kernel_loader.settings import Settings
+from tests.builds import CPU_HOST, write_build
 from tests.layers.conftest import Model, Scale
 
 MODES = [
@@ -230,6 +237,86 @@ def test_what_a_layer_says_of_itself_is_believed(kernel, layer, mode, used):
 def test_a_kernel_serves_the_modes_that_it_is_tried_for(kernel, registered, asked):
     model = kernelized(Model(), {registered: kernel()}, asked, use_fallback=True)
     assert codes(model) == {("Scale", "used" if registered in asked.tried else "no-mode"): 2}
+
+
+@pytest.fixture
+def faulty(kernel, monkeypatch, cpu_machine, tmp_path):
+    """A repository with an advisory against training its layer Scale and its function; gives one of its layers."""
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "manifests" / "advisories.toml").write_text("""
+[[advisories]]
+id = "lost"
+repo = "org/scales"
+effect = "warn"
+no-training = ["Scale", "double"]
+fault = "the gradient is lost"
+remedy = "Stop."
+source = "a test"
+""")
+    root = kernel(init="double = layers.double\n").repo_path
+    monkeypatch.setenv("KERNEL_LOADER_LOCAL", f"org/scales={root}")
+    monkeypatch.setenv("KERNEL_LOADER_MANIFESTS", str(tmp_path / "manifests"))
+    kernel_loader.api.reset()
+    yield lambda layer: LayerRepository("org/scales", layer_name=layer, version=1)
+    kernel_loader.api.reset()
+
+
+LOST = "its gradient is known to be wrong or missing (advisory lost)"
+
+
+def test_a_layer_whose_gradient_is_known_to_be_wrong_is_for_inference_alone(faulty, caplog):
+    infer = kernelized(Model(), faulty("Scale"))
+    assert {row.code for row in kernelize_report(infer).layers} == {"used"}
+    train = kernelized(Model(), faulty("Scale"), Mode.TRAINING)
+    assert codes(train) == {("Scale", "no-mode"): 2}
+    assert kernelize_report(train).layers[0].message == f"org/scales@1:Scale is not for TRAINING: {LOST}"
+    with pytest.raises(KernelizeError, match="advisory lost"):
+        kernelized(Model(), faulty("Scale"), Mode.TRAINING, use_fallback=False)
+    assert not any("known fault" in record.getMessage() for record in caplog.records)
+    assert codes(kernelized(Model(), faulty("NoCompile"), Mode.TRAINING)) == {("Scale", "used"): 2}
+
+
+def test_a_layer_that_must_not_be_trained_follows_the_mode(faulty, x):
+    model = kernelized(Model(), faulty("Scale"), Mode.TRAINING, follow_mode=True)
+    own = unkernelize(kernelized(Model(), faulty("Scale")))
+    own.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), own(x))
+    assert {row.code for row in kernelize_report(model.eval()).layers} == {"used"}
+    assert not torch.equal(model(x), own(x))
+
+
+def test_a_function_whose_gradient_is_known_to_be_wrong_is_for_inference_alone(faulty):
+    assert faulty("double").load().untrained == "lost"
+    assert faulty("NoBackward").load().untrained == ""
+
+
+def test_an_advisory_that_is_ignored_keeps_nothing_out_of_training(faulty, monkeypatch):
+    monkeypatch.setenv("KERNEL_LOADER_IGNORE_ADVISORIES", "lost")
+    kernel_loader.api.reset()
+    assert codes(kernelized(Model(), faulty("Scale"), Mode.TRAINING)) == {("Scale", "used"): 2}
+
+
+@pytest.mark.parametrize(
+    ("repo", "name", "kernel_layer", "version"),
+    [("liger-kernels", "RMSNorm", "LigerRMSNorm", 3), ("activation", "SiLU", "Silu", 1)],
+)
+def test_what_ships_does_not_train_a_layer_without_a_right_gradient(
+    monkeypatch, tmp_path, repo, name, kernel_layer, version
+):
+    """A build of the version with the fault, in the place of the published one, for the mapping that ships."""
+    source = f"from torch import nn\nclass {kernel_layer}(nn.Module):\n    can_torch_compile = True\n"
+    source += "    def forward(self, x): return x\n"
+    files = {"__init__.py": "from . import layers\n", "layers.py": source}
+    mode = Mode.TRAINING if name == "RMSNorm" else Mode.INFERENCE | Mode.TORCH_COMPILE
+    for number in (version, version + 1):
+        root = tmp_path / str(number) / repo
+        write_build(root, "torch-universal", files, name=repo, version=number)
+        settings = Settings(local={f"kernels-community/{repo}": root}, offline=True, cache=tmp_path / "store")
+        monkeypatch.setattr(api, "_DEFAULT", [KernelLoader(settings, replace(CPU_HOST, packages={"triton": "3.4.0"}))])
+        layer = shipped_mapping().select(name, "cuda", 90, mode).repository.load("cpu")
+        assert not layer.origin.reference
+        assert bool(unsupported(layer.cls, Mode.TRAINING, layer.untrained)) == (number == version)
+        assert not unsupported(layer.cls, Mode.INFERENCE, layer.untrained)
 
 
 def test_a_kernel_that_is_registered_for_what_it_cannot_do_is_refused(kernel):
