@@ -14,6 +14,10 @@ from kernel_loader.conformance.grid import Tolerance
 _WIDE = torch.float64
 
 
+class Skipped(Exception):  # noqa: N818 - no error
+    """The probe cannot be made here."""
+
+
 class Difference(NamedTuple):
     """How far off something is.
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_loader.conformance.compare import Difference, compare
+from kernel_loader.conformance.compare import Difference, Skipped, compare
 from kernel_loader.conformance.grid import Draw, tensors_in
 from kernel_loader.conformance.memory import GuardedMemory, copy_of, same, soil
 from kernel_loader.conformance.roof import synchronise
-from kernel_loader.conformance.subject import OTHER_SEED, SEED, Skipped, Subject, of_build
+from kernel_loader.conformance.subject import OTHER_SEED, SEED, Subject, of_build
 
 
 def gradient(subject: Subject) -> Difference:
@@ -25,6 +25,11 @@ def gradient(subject: Subject) -> Difference:
 def expanded_gradient(subject: Subject) -> Difference:
     """Gradients are right for an upstream gradient that is one number expanded, as `sum()` makes it."""
     return _gradients(subject, lambda output, _: output.new_ones(()).expand(output.shape))
+
+
+def sliced_gradient(subject: Subject) -> Difference:
+    """Gradients are right for an upstream gradient that is part of a larger one, as `cat` makes it."""
+    return _gradients(subject, _sliced)
 
 
 def gradient_memory(subject: Subject) -> Difference:
@@ -49,6 +54,14 @@ def gradient_again(subject: Subject) -> Difference:
 def _dense(output: Tensor, draw: Draw) -> Tensor:
     """An upstream gradient with another number for each element."""
     return draw.normal(*output.shape, dtype=output.dtype)
+
+
+def _sliced(output: Tensor, draw: Draw) -> Tensor:
+    """The same numbers, from the second element on of rows that hold three more."""
+    above = _dense(output, draw)
+    if not above.ndim:
+        return above
+    return above.new_ones(*above.shape[:-1], above.shape[-1] + 3)[..., 1:-2].copy_(above)
 
 
 def _gradients(
@@ -77,13 +90,17 @@ def _gradients(
             return Difference(math.inf, f"output {missing[0]} has no gradient")
         draw = Draw(subject.device, OTHER_SEED)
         above = [upstream(a, draw) for a, _ in pairs]
+        given = [copy_of(g) for g in above]
         there = of_build(lambda: _grad([a for a, _ in pairs], [ours[key] for key in keys], above))
         synchronise(subject.device)
-    right = _grad([b for _, b in pairs], [theirs[key] for key in keys], [g.to(torch.float64) for g in above])
+    right = _grad([b for _, b in pairs], [theirs[key] for key in keys], [g.to(torch.float64) for g in given])
     if keep is not None:
         keep += [gradient for gradient in there if gradient is not None]
-    found = (_of_argument(subject, *parts) for parts in zip(keys, there, right, strict=True))
-    return max(found, key=lambda part: (bool(part.detail), part.worst), default=Difference(0.0))
+    parts = (_of_argument(subject, *parts) for parts in zip(keys, there, right, strict=True))
+    found = max(parts, key=lambda part: (bool(part.detail), part.worst), default=Difference(0.0))
+    if not found.detail and any(not same(a, b) for a, b in zip(above, given, strict=True)):
+        return Difference(math.inf, "the gradient from above, which may be another's too, was overwritten")
+    return found
 
 
 def _grad(outputs: list[Tensor], inputs: list[Tensor], above: list[Tensor]) -> tuple[Tensor | None, ...]:

@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 from kernel_loader.conformance import gradients
-from kernel_loader.conformance.compare import Difference
+from kernel_loader.conformance.compare import Difference, Skipped
 from kernel_loader.conformance.grid import Mode, map_tensors, tensors_in
 from kernel_loader.conformance.memory import GuardedMemory, copy_of, same, soil
 from kernel_loader.conformance.roof import synchronise
-from kernel_loader.conformance.subject import OTHER_SEED, BuildError, Finding, Skipped, Status, Subject, of_build
+from kernel_loader.conformance.subject import OTHER_SEED, BuildError, Finding, Status, Subject, of_build
 
 # What torch raises when the device has failed, in releases that tell it from other errors.
 _DEVICE_ERROR: Final = getattr(torch, "AcceleratorError", ())
+
+# What is looked at with gradients that are not those of the first.
+_OTHER_CALLS: Final = ("expanded", "sliced")
 
 
 def probe(subject: Subject, mode: Mode, names: Iterable[str] | None = None) -> Iterator[Finding]:
     """All that is looked at in a mode, or some of it, one finding each."""
     entry, case = subject.entry, subject.case
-    may_refuse = bool(case.may_refuse) and subject.reference is not None
+    may_refuse = may_refuse_others = bool(case.may_refuse) and subject.reference is not None
     for name in PROBES[mode] if names is None else names:
         function = PROBES[mode][name]
         finding = Finding(entry.entrypoint, case.name, mode, name, "passed")
@@ -37,7 +40,8 @@ def probe(subject: Subject, mode: Mode, names: Iterable[str] | None = None) -> I
         except Skipped as skipped:
             yield finding._replace(status="skipped", detail=str(skipped))
         except BuildError as error:
-            if may_refuse and not isinstance(error.cause, _DEVICE_ERROR):
+            refused = may_refuse or (may_refuse_others and name in _OTHER_CALLS)
+            if refused and not isinstance(error.cause, _DEVICE_ERROR):
                 yield finding._replace(status="skipped", detail=f"refused, as it may: {case.may_refuse}")
             else:
                 yield finding._replace(status="failed", detail=f"raised {_said(error.cause)}")
@@ -209,6 +213,7 @@ PROBES: Final[dict[Mode, dict[str, Callable[[Subject], Difference]]]] = {
     "backward": {
         "value": gradients.gradient,
         "expanded": gradients.expanded_gradient,
+        "sliced": gradients.sliced_gradient,
         "memory": gradients.gradient_memory,
         "again": gradients.gradient_again,
     },

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import nn
 
-from kernel_loader.conformance.compare import Difference, compare
+from kernel_loader.conformance.compare import Difference, Skipped, compare
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, tensors_in
 from kernel_loader.conformance.memory import copy_of
 
@@ -43,10 +43,6 @@ class Finding(NamedTuple):
     worst: float | None = None
 
 
-class Skipped(Exception):  # noqa: N818 - no error
-    """The probe cannot be made here."""
-
-
 class BuildError(Exception):
     """What a call of the loaded build raised."""
 
@@ -63,6 +59,8 @@ def of_build(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - any structure
     """
     try:
         return call()
+    except Skipped:
+        raise
     except Exception as error:
         raise BuildError(error) from error
 

@@ -110,6 +110,11 @@ FAULTS = {
         "w.data.mul_(1.5); return dx, None, None",
         "input 2: ",
     ),
+    "a gradient that writes what comes from above": (
+        "return dx, None, None",
+        "grad.data.mul_(1.5); return dx, None, None",
+        "the gradient from above, which may be another's too, was overwritten",
+    ),
     "half precision": (
         "return Routed.apply(x, ids, w)",
         "return Routed.apply(x, ids, w).bfloat16()",

@@ -185,8 +185,15 @@ at::Tensor past_the_end(const at::Tensor& x) {
   out.data_ptr<float>()[x.numel() - 1 + 1] = 3.0f;
   return out;
 }
-TORCH_LIBRARY(_kl_test_memory_cpp, m) { m.def("past_the_end(Tensor x) -> Tensor"); }
-TORCH_LIBRARY_IMPL(_kl_test_memory_cpp, CPU, m) { m.impl("past_the_end", &past_the_end); }
+std::vector<at::Tensor> some(const at::Tensor& x) { return {at::empty_like(x), at::Tensor()}; }
+TORCH_LIBRARY(_kl_test_memory_cpp, m) {
+  m.def("past_the_end(Tensor x) -> Tensor");
+  m.def("some(Tensor x) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(_kl_test_memory_cpp, CPU, m) {
+  m.impl("past_the_end", &past_the_end);
+  m.impl("some", &some);
+}
 """
 
 
@@ -204,3 +211,24 @@ print(bool(out.isnan().all()), memory.damage())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.startswith("True ")
     assert "4 bytes written past its end" in done.stdout
+
+
+@pytest.mark.needs_compiler
+def test_compiled_code_that_leaves_out_some_of_its_results_cannot_be_looked_into(tmp_path):
+    library = compile_library(SOURCE, tmp_path / "op.so")
+    program = f"""
+import torch
+from kernel_loader.conformance.compare import Skipped
+from kernel_loader.conformance.memory import GuardedMemory
+torch.ops.load_library({str(library)!r})
+some = torch.ops._kl_test_memory_cpp.some
+print([type(result).__name__ for result in some(torch.zeros(4))])
+try:
+    with GuardedMemory():
+        some(torch.zeros(4))
+except Skipped as why:
+    print(why)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("['Tensor', 'NoneType']\n")
+    assert "none in some places" in done.stdout
