@@ -54,8 +54,8 @@ def liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     return Turn.apply(q, k, cos, sin)
 """
 
-# rotary 2: an op without a derivative changes copies in place. On CPUs, what has four dimensions is taken for (batch,
-# heads, positions, dim), with tables of each batch and position.
+# rotary 2: an op without a derivative, for one dtype, changes copies in place. On CPUs, what has four dimensions is
+# taken for (batch, heads, positions, dim), with tables of each batch and position.
 ROTARY: Final = (
     _OPS
     + """
@@ -64,6 +64,8 @@ layers = None
 
 @op("apply_rotary(Tensor x1, Tensor x2, Tensor cos, Tensor sin, Tensor(a!) out1, Tensor(b!) out2, bool conj) -> ()")
 def _(x1, x2, cos, sin, out1, out2, conj):
+    if not cos.dtype == sin.dtype == x1.dtype:
+        raise RuntimeError("cos must have the dtype of x1")
     if x1.ndim == 4 and cos.shape[1] == 1 and any(
         cos.stride(at) and cos.shape[at] < x1.shape[at] for at in (0, 2)
     ):
@@ -178,7 +180,7 @@ def fused_recurrent_gated_delta_rule(
     return torch.stack(out, 1), state if output_final_state else None
 """
 
-# layer-norm 1: no derivative.
+# layer-norm 1: contiguous memory, aligned for vectors; no derivative.
 LAYER_NORM: Final = (
     _OPS
     + """
@@ -189,6 +191,8 @@ layers = None
 def _(x, gamma, beta, epsilon):
     if not (x.is_contiguous() and gamma.is_contiguous()):
         raise RuntimeError("x must be contiguous")
+    if any(each is not None and each.data_ptr() % 16 for each in (x, gamma, beta)):
+        raise AssertionError("misaligned address")
     z = torch.nn.functional.layer_norm(x, x.shape[-1:], gamma, beta, epsilon)
     return z, x.mean(-1), (x.var(-1, correction=0) + epsilon).rsqrt()
 
@@ -207,7 +211,7 @@ def dropout_add_ln_fwd(
 """
 )
 
-# activation 1: no derivative. Two of its functions stand for all.
+# activation 1: no derivative, and a division by the last size. Two of its functions stand for all.
 ACTIVATION: Final = (
     _OPS
     + """
@@ -218,6 +222,9 @@ gelu_fast = gelu_new = gelu_quick = gelu_tanh = gelu = print
 
 @op("silu(Tensor(a!) out, Tensor x) -> ()")
 def _(out, x):
+    _ = x.numel() // x.shape[-1]
+    if not x.numel():
+        raise AssertionError("a launch of nothing fails in the next one")
     out.copy_(torch.nn.functional.silu(x))
 
 
@@ -263,8 +270,8 @@ def relu(x, out=None):
 """
 )
 
-# deformable-detr 1: divides by the smaller of B and im2col_step, and refuses what is not contiguous. Attention itself
-# is left out: what comes is of its shape.
+# deformable-detr 1: divides by the smaller of B and im2col_step, refuses what is not contiguous, and counts by int.
+# Attention itself is left out: what comes is of its shape.
 DEFORMABLE_DETR: Final = """
 import torch
 
@@ -276,6 +283,8 @@ def check(given, step):
         raise RuntimeError("tensor has to be contiguous")
     if given[0].shape[0] % min(given[0].shape[0], step):
         raise RuntimeError("batch must divide im2col_step")
+    if not given[3].numel() or any(x.numel() >= 2**31 for x in given):
+        raise AssertionError("an error is printed, or memory is read elsewhere")
 
 
 def ms_deform_attn_forward(value, spatial_shapes, level_start_index, sampling_loc, attn_weight, im2col_step):
@@ -288,4 +297,135 @@ def ms_deform_attn_backward(
 ):
     check((value, spatial_shapes, level_start_index, sampling_loc, attn_weight, grad_output), im2col_step)
     return [torch.ones_like(x) for x in (value, sampling_loc, attn_weight)]
+"""
+
+# paged-attention 1: launches what has no element, keeps 4 bytes of shared memory for each key (here of 1000 bytes),
+# loads query by vectors of 16 bytes, and takes blocks of values to be as far apart as those of keys. Attention is left
+# out: what is written is the query.
+PAGED_ATTENTION: Final = (
+    _OPS
+    + """
+swap_blocks = print
+
+
+def launch(*counts):
+    if not all(counts):
+        raise AssertionError("a launch of nothing fails in the next one")
+
+
+@op("attend(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, str kind) -> ()")
+def _(out, query, key_cache, value_cache, kind):
+    if query.data_ptr() % 16 or query.stride(0) * query.itemsize % 16 or query.stride()[1:] != (query.shape[2], 1):
+        raise AssertionError("misaligned address")
+    if value_cache.stride(0) != key_cache.stride(0) or (kind != "auto" and query.dtype == torch.float32):
+        raise AssertionError("wrong results")
+    out.copy_(query)
+
+
+def paged_attention_v1(
+    out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+    alibi_slopes, kv_cache_dtype, k_scale, v_scale, *sparse, **named
+):
+    launch(query.shape[0])
+    if max_seq_len * 4 <= 1000:
+        ops.attend(out, query, key_cache, value_cache, kv_cache_dtype)
+
+
+def paged_attention_v2(
+    out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens,
+    block_size, max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale, *sparse, **named
+):
+    launch(query.shape[0], max_seq_len)
+    ops.attend(out, query, key_cache, value_cache, kv_cache_dtype)
+
+
+def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
+    launch(slot_mapping.shape[0])
+    key_cache.fill_(1)
+
+
+reshape_and_cache_flash = reshape_and_cache
+
+
+def copy_blocks(key_caches, value_caches, block_mapping):
+    launch(block_mapping.shape[0])
+    key_caches[0].fill_(1)
+
+
+def convert_fp8(output, input, scale=1.0, kv_dtype="fp8"):
+    launch(output.shape[0])
+    output.fill_(1)
+"""
+)
+
+# causal-conv1d 1: rows, or channels that are neighbours, are loaded by vectors of 16 bytes, gradients too. States want
+# channels-last.
+CAUSAL_CONV1D: Final = """
+import torch
+
+causal_conv1d_update = causal_conv1d_varlen_states = print
+
+
+def is_last(x):
+    return x.stride(1) == 1 and x.stride(2) > 1
+
+
+def load(x, last):
+    if last and (x.stride(1) != 1 or any(stride % 8 for stride in (x.stride(0), x.stride(2)))):
+        raise RuntimeError("channels-last wants strides that are multiples of 8")
+    vectors = last or not x.shape[2] * x.itemsize % 16
+    strides = (x.stride(0), x.stride(2) if last else x.stride(1))
+    if vectors and (x.data_ptr() % 16 or any(stride * x.itemsize % 16 for stride in strides)):
+        raise AssertionError("misaligned address")
+    return x.detach()
+
+
+def convolve(x, weight, bias, past):
+    inputs = torch.cat((past, x), -1)
+    y = torch.nn.functional.conv1d(inputs, weight[:, None], bias, groups=x.shape[1])
+    return y, inputs[..., x.shape[2]:]
+
+
+class Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, initial_states, final_states_out, final):
+        if x.stride(2) != 1 and x.stride(1) != 1:
+            x = x.contiguous()
+        last, reach = is_last(x), weight.shape[1] - 1
+        if not last and (initial_states is not None or final):
+            raise RuntimeError("states want channels-last")
+        ctx.last = last
+        past = x.new_zeros(*x.shape[:2], reach) if initial_states is None else load(initial_states, True)
+        ctx.save_for_backward(load(x, last), weight, bias, past)
+        y, states = convolve(x.detach(), weight.detach(), bias.detach(), past)
+        y = torch.empty_like(x).copy_(y)
+        if not final:
+            return y
+        if final_states_out is None:
+            final_states_out = x.new_empty(x.shape[0], reach, x.shape[1]).transpose(1, 2)
+        load(final_states_out, True).copy_(states)
+        return y, final_states_out
+
+    @staticmethod
+    def backward(ctx, dout, *rest):
+        if dout.stride(2) != 1 and dout.stride(1) != 1:
+            dout = dout.contiguous()
+        if not ctx.last and dout.stride(2) != 1:
+            dout = dout.contiguous()
+        if ctx.last and dout.stride(1) != 1:
+            dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+        load(dout, ctx.last)
+        with torch.enable_grad():
+            given = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            found = convolve(*given)
+            grads = torch.autograd.grad(found[: 1 + len(rest)], given, (dout, *rest), allow_unused=True)
+        x, weight, bias, past = grads
+        return x, weight, bias, past if ctx.needs_input_grad[3] else None, None, None
+
+
+def causal_conv1d_fn(
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
+    activation=None,
+):
+    return Convolution.apply(x, weight, bias, initial_states, final_states_out, return_final_states)
 """

@@ -274,7 +274,8 @@ def test_a_misspelt_key_is_told_the_right_one(key: str, near: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("zero_tail", "did you mean zero-tail"), ("q", "there are aligned, contiguous, current-device")]
+    ("name", "told"),
+    [("zero_tail", "did you mean zero-tail"), ("q", "there are aligned, aligned-memory, aligned-rows, contiguous")],
 )
 def test_a_misspelt_guard_is_told_the_right_one(name: str, told: str) -> None:
     with pytest.raises(ManifestError, match=f"is no guard; {told}"):

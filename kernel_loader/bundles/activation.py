@@ -24,9 +24,10 @@ Sources: Hendrycks and Gimpel, Gaussian Error Linear Units (arXiv:1606.08415); S
 of kernels-community/activation, version 1.
 
 The reference build does all of this, for any strides, and its functions are differentiable too. Code that must also
-run on published builds (version 1) keeps to what those do: contiguous x and `out` for the functions, at least one
-element, no float64, and no gradients, which functions say by raising in backward and layers do not (`has_backward`).
-Shapes and dtypes that disagree are not noticed there, and read or write elsewhere.
+run on published builds (version 1) keeps to what those do behind the guards of the manifest: contiguous x and `out`
+for the functions, no float64, and no gradients, which functions say by raising in backward and layers do not
+(`has_backward`); `kernelize` does not take these for training. Without an element layers end the process, or make the
+next call of another kernel fail. Shapes and dtypes that disagree are not noticed there, and read or write elsewhere.
 """
 
 from __future__ import annotations

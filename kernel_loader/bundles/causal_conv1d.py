@@ -10,7 +10,8 @@ come the inputs of a state, or zeros.
 Source: Gu and Dao, Mamba (arXiv:2312.00752), 3.4, for the place of the convolution in a block; parameter names, layouts
 and the circular buffer are those of kernels-community/causal-conv1d.
 
-The reference build does all of this. Published builds (version 1) do with these exceptions:
+The reference build does all of this. Published builds (version 1) do behind the guards of the manifest, with these
+exceptions:
 
 - W is 2, 3 or 4; weight and bias have one dtype.
 - There is at least one row, channel and position.

@@ -16,9 +16,11 @@ these exceptions:
 
 - They compute in the dtype of value. In half precision a point is then off by up to 2 ** -9 (bfloat16) or 2 ** -12
   (float16) of the side of a map, and gradients to value are summed in that dtype, in no fixed order.
-- B and im2col_step of 0 end the process in the layer. Shapes that disagree are not noticed, and read elsewhere.
+- Functions refuse tensors of 2 ** 31 elements or more (ValueError). The layer reads elsewhere for those, ends the
+  process for B or im2col_step of 0, and prints an error where there are no queries.
+- Shapes that disagree are not noticed, and read elsewhere.
 - They cannot be compiled to one graph.
-- The layer refuses tensors that are not contiguous, the gradient to its output included.
+- The layer refuses tensors that are not contiguous, the gradient to its output included, such as that of `sum()`.
 """
 
 from __future__ import annotations

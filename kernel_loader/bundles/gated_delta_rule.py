@@ -33,6 +33,8 @@ exceptions:
 
 - There is at least one row and position; K is 256 at most for whole sequences. These are computed with numbers rounded
   to the dtype of q, or to TF32, between the products of a chunk.
+- On devices of compute capability 9, backward of whole sequences raises RuntimeError with Triton 3.4 to 3.7.0, which
+  compiles it wrongly, unless tilelang is installed.
 - Step by step there is no gradient: backward raises NotImplementedError. K is a power of two where there is a `gk`, and
   V where there is a `gv`.
 - Other errors tell what is wrong, and shapes of gates and values of `cu_seqlens` are not looked at.

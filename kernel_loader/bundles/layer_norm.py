@@ -13,10 +13,11 @@ Normalization (arXiv:1910.07467). Names of parameters are those of kernels-commu
 The reference build does all of this; it is differentiable, can be compiled, and computes float64 in float64. So do the
 published builds (version 1) behind the guards of the manifest, with these exceptions:
 
-- They have no gradient, which the function says by raising in backward and the layers do not (`has_backward`), and
-  cannot be compiled to one graph.
+- They have no gradient, which the function says by raising in backward and the layers do not (`has_backward`), so that
+  `kernelize` does not take these for training. They cannot be compiled to one graph.
 - H is a multiple of 8, and at most 8192.
-- The layers want at least two dimensions, in memory so that they can be viewed as rows.
+- The layers want at least two dimensions, in memory so that they can be viewed as rows, and memory, that of `weight`
+  included, that starts at a multiple of 16 bytes: elsewhere they fail, and no CUDA call works afterwards.
 
 The repository has three functions more, `dropout_add_ln_bwd`, `dropout_add_ln_parallel_residual_fwd` and
 `dropout_add_ln_parallel_residual_bwd`. Each hands its op fewer arguments than that takes, and so always raises; they

@@ -11,11 +11,13 @@ Source: Kwon et al., PagedAttention (arXiv:2309.06180). Names, and the order of 
 kernels-community/paged-attention, version 1. Its annotations call `k_scale` and `v_scale` floats; its operators take
 tensors.
 
-The reference builds do all of this on every device. Code that must also run on published builds keeps to what those do:
-D one of 32, 64, 80, 96, 112, 120, 128, 192 and 256; blocks of 8, 16 or 32; x of 16 bytes; int32 tables and lengths,
-int64 slots and mappings; all contiguous but for the first dimension of query, key and value. `paged_attention_v1` keeps
-the scores of a sequence in shared memory, which limits its length. Published builds round exponentials, and what they
-read of FP8 caches, to the dtype of query.
+The reference builds do all of this on every device. Code that must also run on published builds keeps to what those do
+behind the guards of the manifest: D one of 32, 64, 80, 96, 112, 120, 128, 192 and 256; blocks of 8, 16 or 32; x of 16
+bytes; int32 tables and lengths, int64 slots and mappings; all contiguous but for query, and the first dimension of key
+and value; caches that start at multiples of 16 bytes; no FP8 cache with a float32 query. `paged_attention_v1` keeps the
+scores of a sequence in shared memory and refuses a `max_seq_len` for which there is not enough: 57,000 on devices with
+227 KiB. Published builds round exponentials, and what they read of FP8 caches, to the dtype of query, and
+`copy_blocks` cannot be captured into a CUDA graph.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ Computed in float32 (float64 in float64) and rounded once. The two of a pair lie
 Source: Su et al., RoFormer (arXiv:2104.09864), 3.4. Names of parameters are those of kernels-community/rotary, version
 2.
 
-The reference build does all of this. Published builds (version 2) do so for cos and sin of the dtype of what they turn,
-and whose halves are alike. Their op has no derivative: `apply_rotary_transformers` has its gradient by a guard of the
-manifest, and that of the layer is not to be relied on. On CPUs with AVX-512 neither `apply_rotary` nor the layer takes
-bfloat16 with cos and sin that are broadcast along the batch.
+The reference build does all of this. Published builds (version 2) do so behind the guards of the manifest for cos and
+sin whose halves are alike, but compute float64 in float32. Their op has no derivative: `apply_rotary_transformers` has
+its gradient by a guard. The layer gives q and k the gradient to what comes out, not turned back, so that `kernelize`
+does not take it for training; it wants cos and sin of the dtype of q and k. On CPUs with AVX-512 neither
+`apply_rotary` nor the layer takes bfloat16 with cos and sin that are broadcast along the batch.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_loader.guards.memory import is_whole, whole
+
 
 def current_device(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The device of the first CUDA tensor is the current one during the call. Triton launches on the current device."""
@@ -21,6 +23,35 @@ def current_device(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def contiguous(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Tensors reach the function contiguous. Those that are not are copied at each call, weights included."""
     return function(*map(_contiguous, args), **{name: _contiguous(value) for name, value in kwargs.items()})
+
+
+def aligned_memory(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Tensors may start anywhere in memory: those that do not at a multiple of 16 bytes are copied at each call.
+
+    So are all inside torch.compile. For functions that load 16 bytes at a time, and have what is contiguous.
+    """
+    return function(*map(_aligned, args), **{name: _aligned(value) for name, value in kwargs.items()})
+
+
+def no_elements(function: Callable[..., Tensor], out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`out`, the first argument, is returned as it is where it has no element; the function is not called.
+
+    Builds divide by sizes, which ends the process, or launch nothing, which fails in whatever is launched next.
+    """
+    return function(out, *args, **kwargs) if out.numel() else out
+
+
+def nothing_written(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """A function that returns nothing is not called where there is nothing to write.
+
+    That is where its first argument, or an int64 tensor, such as the slots to be written, has no element. Builds launch
+    nothing then, which fails in whatever is launched next.
+    """
+    given = (*args, *kwargs.values())
+    places = [value for value in given if isinstance(value, Tensor) and value.dtype == torch.int64]
+    first = [given[0]] if isinstance(given[0], Tensor) else []
+    if all(value.numel() for value in (*first, *places)):
+        function(*args, **kwargs)
 
 
 def zero_tail(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -80,3 +111,7 @@ def no_gradient(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _aligned(value: Any) -> Any:
+    return whole(value) if isinstance(value, Tensor) and not is_whole(value) else value

@@ -1,11 +1,12 @@
 """Guards of rotary embeddings of q and k: each is called with the function, and then as the function.
 
 For functions `(q, k, cos, sin, unsqueeze_dim=1)` that return q and k turned, as those of `kernel_loader.bundles.rotary`
-and `kernel_loader.bundles.liger`.
+and `kernel_loader.bundles.liger`; `pair-dtype` is for `apply_rotary` of the former.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,44 @@ import torch
 from torch import Tensor
 
 _Turn = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def pair_dtype(
+    function: Callable[..., None],
+    x1: Tensor,
+    x2: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out1: Tensor,
+    out2: Tensor,
+    conj: bool,  # noqa: FBT001 - the published signature
+) -> None:
+    """Cos and sin may have another dtype than the pairs: these are then turned as copies of the wider dtype.
+
+    For `apply_rotary`. What is turned is rounded once, into `out1` and `out2`.
+    """
+    if cos.dtype == sin.dtype == x1.dtype:
+        function(x1, x2, cos, sin, out1, out2, conj)
+        return
+    x1, x2, cos, sin = _alike(x1, x2, cos, sin)
+    wide = torch.empty_like(x1), torch.empty_like(x2)
+    function(x1, x2, cos, sin, *wide, conj)
+    out1.copy_(wide[0])
+    out2.copy_(wide[1])
+
+
+def table_dtype(
+    function: _Turn, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin may have another dtype than q and k: these are then turned as copies of the wider dtype.
+
+    What is turned is rounded once.
+    """
+    if cos.dtype == sin.dtype == q.dtype == k.dtype:
+        return function(q, k, cos, sin, unsqueeze_dim)
+    wide_q, wide_k, cos, sin = _alike(q, k, cos, sin)
+    one, other = function(wide_q, wide_k, cos, sin, unsqueeze_dim)
+    return one.to(q.dtype), other.to(k.dtype)
 
 
 def table_batch(
@@ -61,6 +100,12 @@ def turn_gradient(
         return function(q, k, cos, sin, unsqueeze_dim)
     one, other = _Turned.apply(function, q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-untyped-call]
     return one, other
+
+
+def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the widest of their dtypes."""
+    wide = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    return tuple(x.to(wide) for x in tensors)
 
 
 def _own(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernel_loader.conformance.grid import Draw, Entry, Inputs, Tolerance, Work
-from kernel_loader.conformance.grids.common import Make, compiled, uncompiled
+from kernel_loader.conformance.grids.common import Make, compiled, off_by_one, uncompiled
 
 _BF16, _F16, _F32, _F64, _I32 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32
 _NAN: Final = float("nan")
@@ -98,6 +98,7 @@ def _drawn_conv(
     activation: str | None = "silu",
     channels_last: bool = False,
     strided: bool = False,
+    sliced: bool = False,
     sequences: bool = False,
     initial: bool = False,
     final: bool = False,
@@ -107,9 +108,10 @@ def _drawn_conv(
 
     def drawn(draw: Draw, *, last: int) -> Tensor:
         """(B, D, last)."""
-        if not channels_last:
-            return draw.normal(batch, channels, last, dtype=dtype)
-        return draw.normal(batch, last, channels, dtype=dtype).transpose(1, 2)
+        shape = (batch, last, channels) if channels_last else (batch, channels, last)
+        x = draw.normal(*shape, dtype=dtype)
+        x = off_by_one(draw, x) if sliced else x
+        return x.transpose(1, 2) if channels_last else x
 
     def make(draw: Draw) -> Inputs:
         x = drawn(draw, last=length)
@@ -222,6 +224,13 @@ _CONV_ENTRY: Final = Entry(
         uncompiled("no bias, no activation", _drawn_conv(bias=False, activation=None)),
         uncompiled("swish", _drawn_conv(activation="swish", dtype=_F32)),
         uncompiled("strided", _drawn_conv(strided=True)),
+        *(uncompiled(f"sliced, {n} positions", _drawn_conv((2, 8, n), sliced=True)) for n in (8, 16, 17, 1024)),
+        uncompiled("sliced, float32", _drawn_conv((2, 8, 4), dtype=_F32, sliced=True)),
+        uncompiled("sliced, channels-last", _drawn_conv((2, 16, 9), channels_last=True, sliced=True)),
+        uncompiled(
+            "sliced, initial and final states",
+            _drawn_conv((2, 8, 5), channels_last=True, sliced=True, initial=True, final=True),
+        ),
         *(
             uncompiled(f"channels-last, {n} positions", _drawn_conv((2, 16, n), channels_last=True))
             for n in (1, 31, 65)
@@ -267,6 +276,9 @@ CAUSAL_CONV1D_GRID: Final = (
         entrypoint="causal_conv1d_fn",
         cases=(
             uncompiled("final states into", _drawn_conv(final=True, into=True, channels_last=True)),
+            uncompiled(
+                "final states into, sliced", _drawn_conv(final=True, into=True, channels_last=True, sliced=True)
+            ),
             compiled("final states into", _drawn_conv(final=True, into=True, channels_last=True)),
         ),
         formula=_conv1d,

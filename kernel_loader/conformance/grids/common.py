@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from kernel_loader.conformance.grid import Case, Draw, Inputs, Mode
@@ -44,3 +45,20 @@ def uncompiled(name: str, make: Make, may_refuse: str = "") -> Case:
 def compiled(name: str, make: Make) -> Case:
     """The same as one graph, which such a build may refuse."""
     return Case(f"{name}, compiled", make, ("compile",), "torch.compile makes no single graph of it")
+
+
+def may_refuse_backward(cases: Iterable[Case], why: str) -> tuple[Case, ...]:
+    """The same cases, with backward apart, which a published build may refuse."""
+    split = []
+    for case in cases:
+        forward = tuple(mode for mode in case.modes if mode != "backward")
+        split.append(case._replace(modes=forward))
+        if forward != case.modes:
+            split.append(Case(f"{case.name}, backward", case.make, ("backward",), case.may_refuse or why))
+    return tuple(split)
+
+
+def off_by_one(_: Draw, x: Tensor) -> Tensor:
+    """Equal values, (..., N), from the second element on of rows that hold three more."""
+    wide = torch.ones((*x.shape[:-1], x.shape[-1] + 3), dtype=x.dtype, device=x.device)[..., 1:-2]
+    return wide.copy_(x)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, Tolerance, Work
+from kernel_loader.conformance.grids.common import may_refuse_backward
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _STEP: Final = 64
@@ -150,7 +151,7 @@ def _cases(*, form: str) -> Iterator[Case]:
     yield Case("points far outside", arguments(_Sizes(), low=2.0, high=9.0))
     yield Case("one of everything", arguments(_Sizes(1, 1, 1, 1, 1, ((3, 2),))))
     yield Case("a map of one row", arguments(_Sizes(maps=((1, 7),))))
-    for channels in (2, 31, 33, 64, 1025):
+    for channels in (2, 31, 33, 64, 1025, 2048):
         yield Case(f"{channels} channels", arguments(_Sizes(1, 3, 1, channels, 2, ((3, 4),))))
     yield Case("no queries", arguments(_Sizes(queries=0)))
     yield Case("rows between the maps", arguments(_Sizes(), gap=3))
@@ -189,6 +190,7 @@ _SINGLE_GRADIENT: Final = Tolerance(row=1e-5, least=2e-4)
 _HALF: Final = Tolerance(row=3e-2, least=3e-2)
 
 _LAYER_GRADIENTS: Final = (1, 5, 6)
+_CONTIGUOUS: Final = "published builds of the layer take a contiguous gradient"
 _COMPILE: Final = "published builds do not say that they can be compiled"
 _FORWARD: Final[Mapping[Mode, str]] = {
     "backward": "it has a backward of its own, and the layer has both",
@@ -234,7 +236,7 @@ DEFORMABLE_DETR_GRID: Final = (
     ),
     Entry(
         entrypoint="layers.MultiScaleDeformableAttention",
-        cases=tuple(_cases(form="layer")),
+        cases=may_refuse_backward(_cases(form="layer"), _CONTIGUOUS),
         formula=_of_layer,
         gradients=_LAYER_GRADIENTS,
         skip=_LAYER,
@@ -246,7 +248,7 @@ DEFORMABLE_DETR_GRID: Final = (
     ),
     Entry(
         entrypoint="layers.MultiScaleDeformableAttention",
-        cases=tuple(_in_half(form="layer")),
+        cases=may_refuse_backward(_in_half(form="layer"), _CONTIGUOUS),
         formula=_of_layer,
         gradients=_LAYER_GRADIENTS,
         skip=_LAYER,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Tolerance, Work
-from kernel_loader.conformance.grids.common import Make, compiled, uncompiled
+from kernel_loader.conformance.grids.common import Make, compiled, may_refuse_backward, uncompiled
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -253,33 +253,38 @@ _GROUPED: Final = _Heads(keys=2, values=4, value_width=32)
 _PACKED: Final = _Heads(rows=1, positions=9)
 _DECAYS: Final = ("g", "gk", "gv", "g, gk, gv", "")
 
+_HOPPER: Final = "Triton 3.4 to 3.7.0 compiles backward wrongly for compute capability 9, and builds say so"
+
 GATED_DELTA_RULE_GRID: Final = (
     Entry(
         entrypoint="chunk_gated_delta_rule",
-        cases=(
-            *(uncompiled(f"{n} positions", _drawn_rule(_Heads(1, n, 1, 1))) for n in (1, 2)),
-            *(Case(f"{n} positions", _drawn_rule(_Heads(1, n, 1, 1)), ("eager", "graph")) for n in (63, 64, 65)),
-            *(uncompiled(f"chunks of {n}", _drawn_rule(_Heads(1, n + 1, 1, 1), chunk_size=n)) for n in (16, 32)),
-            *(
-                uncompiled(f"shape {size[:2]}", _drawn_rule(size), _EMPTY)
-                for size in (_Heads(rows=0), _Heads(positions=0))
+        cases=may_refuse_backward(
+            (
+                *(uncompiled(f"{n} positions", _drawn_rule(_Heads(1, n, 1, 1))) for n in (1, 2)),
+                *(Case(f"{n} positions", _drawn_rule(_Heads(1, n, 1, 1)), ("eager", "graph")) for n in (63, 64, 65)),
+                *(uncompiled(f"chunks of {n}", _drawn_rule(_Heads(1, n + 1, 1, 1), chunk_size=n)) for n in (16, 32)),
+                *(
+                    uncompiled(f"shape {size[:2]}", _drawn_rule(size), _EMPTY)
+                    for size in (_Heads(rows=0), _Heads(positions=0))
+                ),
+                uncompiled("grouped heads", _drawn_rule(_GROUPED)),
+                uncompiled("K = 48, V = 80", _drawn_rule(_Heads(1, 3, 1, 1, 48, 80))),
+                uncompiled("K = 257", _drawn_rule(_Heads(1, 2, 1, 1, 257)), _WIDE),
+                uncompiled("float16", _drawn_rule(dtype=_F16)),
+                uncompiled("float32", _drawn_rule(dtype=_F32)),
+                uncompiled("strided", _drawn_rule(strided=True)),
+                uncompiled("a norm in the kernel", _drawn_rule(norm=True)),
+                uncompiled("a scale", _drawn_rule(scale=0.5)),
+                uncompiled("a sigmoid in the kernel", _drawn_rule(use_beta_sigmoid_in_kernel=True)),
+                uncompiled("twice a sigmoid", _drawn_rule(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
+                uncompiled("final states", _drawn_rule(_GROUPED, output_final_state=True)),
+                uncompiled(
+                    "final states, columns first", _drawn_rule(_GROUPED, output_final_state=True, state_v_first=True)
+                ),
+                _waiting("sequences", _drawn_rule(_PACKED, bounds=(3, 4, 9), output_final_state=True)),
+                compiled("final states", _drawn_rule(_GROUPED, output_final_state=True)),
             ),
-            uncompiled("grouped heads", _drawn_rule(_GROUPED)),
-            uncompiled("K = 48, V = 80", _drawn_rule(_Heads(1, 3, 1, 1, 48, 80))),
-            uncompiled("K = 257", _drawn_rule(_Heads(1, 2, 1, 1, 257)), _WIDE),
-            uncompiled("float16", _drawn_rule(dtype=_F16)),
-            uncompiled("float32", _drawn_rule(dtype=_F32)),
-            uncompiled("strided", _drawn_rule(strided=True)),
-            uncompiled("a norm in the kernel", _drawn_rule(norm=True)),
-            uncompiled("a scale", _drawn_rule(scale=0.5)),
-            uncompiled("a sigmoid in the kernel", _drawn_rule(use_beta_sigmoid_in_kernel=True)),
-            uncompiled("twice a sigmoid", _drawn_rule(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)),
-            uncompiled("final states", _drawn_rule(_GROUPED, output_final_state=True)),
-            uncompiled(
-                "final states, columns first", _drawn_rule(_GROUPED, output_final_state=True, state_v_first=True)
-            ),
-            _waiting("sequences", _drawn_rule(_PACKED, bounds=(3, 4, 9), output_final_state=True)),
-            compiled("final states", _drawn_rule(_GROUPED, output_final_state=True)),
+            _HOPPER,
         ),
         formula=_chunk_rule,
         gradients=(0, 1, 2, 3, 4),
@@ -291,20 +296,23 @@ GATED_DELTA_RULE_GRID: Final = (
     ),
     Entry(
         entrypoint="chunk_gated_delta_rule",
-        cases=(
-            uncompiled("initial states", _drawn_rule(initial=True)),
-            uncompiled("initial and final states", _drawn_rule(_GROUPED, initial=True, output_final_state=True)),
-            uncompiled(
-                "columns first", _drawn_rule(_GROUPED, initial=True, output_final_state=True, state_v_first=True)
+        cases=may_refuse_backward(
+            (
+                uncompiled("initial states", _drawn_rule(initial=True)),
+                uncompiled("initial and final states", _drawn_rule(_GROUPED, initial=True, output_final_state=True)),
+                uncompiled(
+                    "columns first", _drawn_rule(_GROUPED, initial=True, output_final_state=True, state_v_first=True)
+                ),
+                _waiting(
+                    "sequences with states",
+                    _drawn_rule(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True),
+                ),
+                compiled(
+                    "sequences with states",
+                    _drawn_rule(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True, norm=True),
+                ),
             ),
-            _waiting(
-                "sequences with states",
-                _drawn_rule(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True),
-            ),
-            compiled(
-                "sequences with states",
-                _drawn_rule(_PACKED, bounds=(3, 3, 9), initial=True, output_final_state=True, norm=True),
-            ),
+            _HOPPER,
         ),
         formula=_chunk_rule,
         gradients=(0, 1, 2, 3, 4, "initial_state"),
@@ -313,7 +321,7 @@ GATED_DELTA_RULE_GRID: Final = (
     ),
     Entry(
         entrypoint="chunk_gated_delta_rule",
-        cases=(uncompiled("a gate in the kernel", _drawn_rule(raw_gate="A")),),
+        cases=may_refuse_backward((uncompiled("a gate in the kernel", _drawn_rule(raw_gate="A")),), _HOPPER),
         formula=_chunk_rule,
         gradients=(0, 1, 2, 3, 4, "A_log"),
         tolerance=_RULE,
@@ -321,9 +329,12 @@ GATED_DELTA_RULE_GRID: Final = (
     ),
     Entry(
         entrypoint="chunk_gated_delta_rule",
-        cases=(
-            uncompiled("a gate with a bias", _drawn_rule(_GROUPED, raw_gate="A, bias")),
-            uncompiled("a gate with a bias, float32", _drawn_rule(dtype=_F32, raw_gate="A, bias")),
+        cases=may_refuse_backward(
+            (
+                uncompiled("a gate with a bias", _drawn_rule(_GROUPED, raw_gate="A, bias")),
+                uncompiled("a gate with a bias, float32", _drawn_rule(dtype=_F32, raw_gate="A, bias")),
+            ),
+            _HOPPER,
         ),
         formula=_chunk_rule,
         gradients=(0, 1, 2, 3, 4, "A_log", "dt_bias"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, Tolerance, Work
-from kernel_loader.conformance.grids.common import Change, Make, as_it_is, strided, uneven, with_nan
+from kernel_loader.conformance.grids.common import Change, Make, as_it_is, off_by_one, strided, uneven, with_nan
 
 _BF16, _F16, _F32, _F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _I32: Final = torch.int32
@@ -97,10 +97,11 @@ def _rows(
     *,
     rms: bool,
     weights: torch.dtype | None = None,
+    vectors: Change = as_it_is,
 ) -> Make:
     def make(draw: Draw) -> Inputs:
         def vector(size: int, kind: torch.dtype) -> Tensor:
-            return draw.uniform(size, low=0.5, high=1.5).to(kind)
+            return vectors(draw, draw.uniform(size, low=0.5, high=1.5).to(kind))
 
         def subset(places: tuple[int, ...] | None) -> Tensor | None:
             return None if places is None else draw.put(torch.tensor(places, dtype=_I32))
@@ -160,6 +161,10 @@ def _function_cases(*, rms: bool) -> Iterator[Case]:
     yield case("float32", rows((5, 136), _F32))
     yield case("float32 weights", rows((5, 136), weights=_F32))
     yield case("strided", rows((5, 24), _BF16, strided))
+    yield case("sliced", rows((5, 24), _BF16, off_by_one))
+    yield case("one row behind one number", rows((1, 24), _BF16, off_by_one))
+    yield case("weights strided", rows((5, 24), _BF16, vectors=strided, extras=_Extras(beta=True, colscale=True)))
+    yield case("weights sliced", rows((5, 24), _BF16, vectors=off_by_one, extras=_Extras(beta=True, colscale=True)))
     yield case("NaN in a row", rows((3, 24), _BF16, with_nan))
     yield case("rows of zeros, small and large numbers", rows((3, 24), _F32, uneven))
     yield case("far from zero", rows((3, 24), _F32, _far_from_zero))
