@@ -18,24 +18,29 @@ Query i sees key j if all of these hold that apply:
 A row that sees nothing is zeros. Its lse is +inf in flash_attn2 and -inf in the others, but for s_aux, where that is
 the lse. Lse is float32 (float64 for float64).
 
-Scores, their exponentials and sums are float32 (float64 for float64); out is rounded once, to the dtype of q. Published
-builds round exp(s) to the dtype of v before the product, and out from one that was: in bfloat16, two to four units in
-the last place of the largest values of a row.
+Scores, their exponentials and sums are float32 (float64 for float64), whatever autocast says; out is rounded once, to
+the dtype of q. Published builds round exp(s) to the dtype of v before the product, and out from one that was: in
+bfloat16, two to four units in the last place of the largest values of a row.
 
 Packed: q (Tq, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv), with sequence b at rows cu_seqlens[b] to cu_seqlens[b + 1], int32;
 lse is (H, Tq). Rows that are of no sequence come out as zeros of the reference, and as anything of published builds.
 
+A key that a query does not see has no part in its row: NaN in it stays there in the reference on the CPU, and elsewhere
+reaches rows of the same tile, as 0 * NaN.
+
 Cache: k_cache (Bc, S, Hk, D), or in pages, (pages, page, Hk, D) and a table (B, pages of a sequence) int32. v_cache the
 same with Dv. With k (B, Sn, Hk, D) and v, these are written to the places from cache_seqlens on, in place, and the Sk
 of the formulas counts them. With rotary_cos and rotary_sin (places, R / 2), the first R dims of k are turned first, as
-at places cache_seqlens and on; those of q too, or, without causal and window, as at place cache_seqlens all of them.
+at places cache_seqlens and on; those of q too, or, without causal, window and chunks, as at place cache_seqlens all of
+them. A window that hides nothing is none: in flash_attn2, a side that is as large as the cache; in the others, a left
+side as large as the cache less one, and a right side as large as the longest sequence of q (max_seqlen_q) less one.
 Pairs are dims (2i, 2i + 1), or (i, i + R / 2) unless `rotary_interleaved`. What was turned is rounded to its dtype.
 
 Gradients: to q, k, v and s_aux, through out alone: lse, slopes, scales and caches get none. That to s_aux comes from a
 guard of the manifest in published builds. Qv gets one of the reference, and none of published builds. Dropout is
 refused by the reference, and by builds for the stable ABI.
-`deterministic`, `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata` and `max_seqlen_*` change no result;
-published builds allocate by `max_seqlen_*`, which must hold.
+`deterministic`, `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata` and, but for that, `max_seqlen_*` change no
+result; published builds allocate by `max_seqlen_*`, which must hold.
 
 All raise TypeError for a dtype, and ValueError for a shape, a device, dropout, and sequences or places that leave their
 tensor; published builds raise RuntimeError or AssertionError, and do not look at what offsets, tables and lengths hold.
@@ -55,6 +60,12 @@ builds keeps to what those do:
 - flash_attn3 and vllm_flash_attn3: capability 8.x or 9.0; qv and FP8 on 9.0 only. FP8 rounds exp(s) to FP8 as well.
   flash_attn3 has no backward with attention_chunk.
 - vllm_flash_attn3: s_aux is bfloat16, and there are at most 64 heads. A row that sees nothing may have an lse of -inf.
+- rotary_cos and rotary_sin have the dtype of q, are contiguous, and turn a multiple of 16 dims. They have as many
+  places as the cache in flash_attn2 and, with pages, in the others.
+- A varlen backward leaves gradients unwritten in rows that are of no sequence, or past seqused_q and seqused_k; a guard of
+  the manifest makes them zeros.
+- flash_attn2: packed, with H > Hk, max_seqlen_q = 1 and neither window nor slopes, q has exactly one row a sequence:
+  with a sequence of none, or spare rows, it raises or gives rows to other sequences.
 - flash_attn3 and vllm_flash_attn3 return more tensors after lse from `flash_attn_with_kvcache`.
 
 `get_scheduler_metadata` of flash_attn3 and vllm_flash_attn3, and what flash_attn2 has without gradients, are not

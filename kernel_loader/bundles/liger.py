@@ -19,16 +19,22 @@ The reference build does all of this. So do the published Triton builds (version
 with these exceptions:
 
 - Backward is made to be the last use of what it is given. That of LigerRMSNorm writes into the gradient to its output,
-  which is wrong where another branch gets the same gradient, as in `x + norm(y)`; those of the MLPs write into what
-  `gate_proj` and `up_proj` returned, and cannot run twice.
+  which is wrong where another branch gets the same gradient, as in `x + norm(y)`, so that `kernelize` does not take it
+  for training; those of the MLPs write into what `gate_proj` and `up_proj` returned, and cannot run twice.
 - `liger_rotary_pos_emb` computes in the dtype of cos and sin, and gives these no gradient. Its layer, which no guard
   stands before, takes `unsqueeze_dim` for 1 whatever it is, and writes into q, k or a gradient that is a transposed
   contiguous (B, T, heads, D).
-- The loss multiplies, and sums the gradients to its weights, in the dtype of `hidden_states`; it gives the weights none
-  where `hidden_states` need none, wants these contiguous, fails without a token, and breaks the graph under
-  torch.compile. Other errors tell what is wrong; shapes and labels are not looked at.
+- The loss multiplies, and sums the gradients to its weights, in the dtype of `hidden_states`, or under autocast in that
+  of autocast; the reference does both in float32, whatever autocast says. It gives the weights none where
+  `hidden_states` need none, wants these contiguous, fails without a token, breaks the graph under torch.compile, and cannot be
+  captured in a CUDA graph, since it counts labels on the host. With a cap, classes that pad its blocks count as if their
+  score were minus the cap: with few classes and a small cap the loss is too large, and its gradients are off.
+  Its backward scales in place the gradients that forward made: unless the gradient to it is 1, a second backward
+  (`retain_graph=True`) scales them twice. Other errors tell what is wrong; shapes and labels are not looked at.
 - Compiled graphs that contain LigerRMSNorm are known to differ, so that it does not say that it can be compiled.
 - The tiled layers, LigerLinear included, want two dimensions or more.
+
+LigerLinear, like the projections of the MLPs, multiplies in the dtype of autocast where that is on, as nn.Linear does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of one query a sequence to a cache of keys and values in blocks, and what fills such a cache.
 
 Keys of a sequence lie in blocks, in the order of its row in a table of blocks. FP8 caches hold e4m3 codes as uint8,
-with one scale for all keys and one for all values. Scores, their exponentials and sums are float32. Nothing is
-differentiable.
+with one scale for all keys and one for all values. Scores, their exponentials and sums are float32, whatever autocast
+says. Nothing is differentiable.
 
 All raise TypeError for a dtype, and ValueError for a shape, a device, and blocks, slots and lengths that cannot be;
 published builds raise RuntimeError, and do not look at what tables, slots and lengths hold.

@@ -15,17 +15,24 @@ does the table of a bundle class of one's own.
 
 from __future__ import annotations
 
+import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from kernel_loader.arguments import each
+from kernel_loader.errors import RequestError
+
 Mode = Literal["eager", "compile", "graph", "backward"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
+
+_NONE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Inputs:
@@ -70,9 +77,24 @@ class Inputs:
             return False
         return True
 
-    def tensors(self, keys: Sequence[int | str]) -> tuple[int | str, ...]:
+    def place(self, key: int | str, positions: Mapping[str, int]) -> int | str:
+        """The key of an argument by the name of its parameter, which may be given by position.
+
+        Args:
+            key: of an argument, or of what a namespace holds: 1, "scale", "0.weight", "module.weight".
+            positions: parameter -> its position, as `positions_of` gives them.
+        """
+        if isinstance(key, int):
+            return key
+        first, dot, attribute = key.partition(".")
+        if first in self.kwargs or positions.get(first, len(self.args)) >= len(self.args):
+            return key
+        return f"{positions[first]}.{attribute}" if dot else positions[first]
+
+    def tensors(self, keys: Sequence[int | str], positions: Mapping[str, int] = _NONE) -> tuple[int | str, ...]:
         """Those of the keys under which there is a tensor: an argument may be left out, or None."""
-        return tuple(key for key in keys if key in self and isinstance(self[key], Tensor))
+        places = dict.fromkeys(self.place(key, positions) for key in keys)
+        return tuple(key for key in places if key in self and isinstance(self[key], Tensor))
 
     def __getitem__(self, key: int | str) -> Any:  # noqa: ANN401 - one of the arguments
         if isinstance(key, int):
@@ -187,12 +209,13 @@ class Entry:
         cases: the calls.
         formula: what is right, independent of every build: called like the entrypoint, returns the same structure in
             float64 (or as it is, for integers). Where `gradients` are named, autograd differentiates it.
-        gradients: arguments that get a gradient, by position or name; "0.weight" is what the first one holds, which for
-            a layer is the namespace that stands for its module.
+        gradients: arguments that get a gradient, by position or by the name of their parameter; "0.weight" is what the
+            first one holds, which for a layer is the namespace that stands for its module. Each is a tensor of floats
+            in some case at least.
         tolerance: of outputs.
         gradient_tolerance: of gradients.
-        mutates: arguments that the entrypoint writes. The formula returns a tuple: what the entrypoint returns, then
-            what these shall hold.
+        mutates: arguments that the entrypoint writes, named as in `gradients`. The formula returns a tuple: what the
+            entrypoint returns, then what these shall hold.
         dtypes: of outputs, besides those that arguments have or are.
         canonical: brings an output into a form that can be compared, where several are right.
         skip: a mode that the entrypoint does not promise -> why.
@@ -201,6 +224,9 @@ class Entry:
         prepare: (bundle, inputs) -> a call without arguments, for builds that want arguments in a form of their own:
             `bench` makes the form once, outside of the time. None calls the entrypoint with the inputs.
         work: of a problem of these sizes.
+
+    Raises:
+        RequestError: something is not of its form, two cases have one name, or there is no such mode.
     """
 
     entrypoint: str
@@ -219,15 +245,35 @@ class Entry:
     work: Callable[..., Work] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("gradients", "mutates"):
+            object.__setattr__(self, name, each(getattr(self, name), name))
+        if wrong := _wrong_in(self):
+            raise RequestError(
+                f"the entry of {self.entrypoint} has {wrong}", "Correct the grid; docs/conformance.md shows one."
+            )
         names = [case.name for case in self.cases]
         if doubled := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{self.entrypoint} has two cases {doubled[0]!r}")
+            raise RequestError(f"{self.entrypoint} has two cases {doubled[0]!r}", "Name each otherwise.")
         for mode in (*self.skip, *(mode for case in self.cases for mode in case.modes)):
             if mode not in MODES:
-                raise ValueError(f"{self.entrypoint}: there is no mode {mode!r}; there are {', '.join(MODES)}")
+                raise RequestError(f"{self.entrypoint}: there is no mode {mode!r}", f"There are {', '.join(MODES)}.")
 
 
 Grid = Sequence[Entry]
+
+
+def positions_of(*functions: Callable[..., Any] | None) -> dict[str, int]:
+    """Parameter -> its position, as far as signatures tell: those of the first function count most."""
+    found: dict[str, int] = {}
+    for function in functions:
+        try:
+            parameters = inspect.signature(function).parameters.values() if function is not None else ()
+        except (TypeError, ValueError):  # what is written in C may have none
+            continue
+        for at, parameter in enumerate(parameters):
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                found.setdefault(parameter.name, at)
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - any structure
@@ -243,7 +289,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa:
     if isinstance(value, dict):
         return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, SimpleNamespace):
-        return SimpleNamespace(**map_tensors(vars(value), change))
+        return type(value)(**map_tensors(vars(value), change))
     return value
 
 
@@ -259,6 +305,38 @@ def tensors_in(value: Any) -> list[Tensor]:  # noqa: ANN401 - any structure
     return found
 
 
+def _wrong_in(entry: Entry) -> str:
+    """What of an entry is not of its form; empty if nothing."""
+    given: Any = entry  # a grid need not be typed
+    if isinstance(given.cases, (str, Case)) or not isinstance(given.cases, Sequence):
+        return f"cases={given.cases!r}, which is no list of Case"
+    if bad := [case for case in given.cases if not _is_case(case)]:
+        return f"the case {bad[0]!r}; it is Case(name, function that draws Inputs)"
+    if not callable(given.formula):
+        return f"formula={given.formula!r}, which is no function"
+    if bad := [key for key in (*given.gradients, *given.mutates) if not isinstance(key, (int, str))]:
+        return f"the argument {bad[0]!r}; one is named by its position or by its parameter"
+    optional = () if given.gradient_tolerance is None else ("gradient_tolerance",)
+    for name in ("tolerance", *optional):
+        if not _is_tolerance(getattr(given, name)):
+            return f"{name}={getattr(given, name)!r}; it is a Tolerance of numbers that are not below zero"
+    return ""
+
+
+def _is_case(given: object) -> bool:
+    return isinstance(given, Case) and isinstance(given.name, str) and callable(given.make)
+
+
+def _is_tolerance(given: object) -> bool:
+    if not isinstance(given, Tolerance):
+        return False
+    return all(_is_tolerable(part) for part in (given.row, 0 if given.each is None else given.each, given.least))
+
+
+def _is_tolerable(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+
+
 def _replaced(
     value: Any,  # noqa: ANN401 - an argument
     names: tuple[int | str, str],
@@ -271,4 +349,4 @@ def _replaced(
     if not isinstance(value, SimpleNamespace):
         return value
     longer = {key: f"{names[1]}.{key}" for key in vars(value)}
-    return SimpleNamespace(**{k: _replaced(vars(value)[k], (n, n), keys, change) for k, n in longer.items()})
+    return type(value)(**{k: _replaced(vars(value)[k], (n, n), keys, change) for k, n in longer.items()})

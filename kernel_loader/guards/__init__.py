@@ -50,6 +50,7 @@ GUARDS: Final = {
     "heads-dimension": "rotary",
     "input-gradient": "gradient",
     "sink-gradient": "attention",
+    "packed-gradient": "attention",
     "turn-gradient": "rotary",
     "refuse-gradient": "refusal",
     "no-gradient": "calls",

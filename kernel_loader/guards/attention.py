@@ -1,4 +1,4 @@
-"""The guard that gives attention sinks of `kernel_loader.bundles.attention` their gradient."""
+"""Guards of gradients of `kernel_loader.bundles.attention`: of attention sinks, and of rows of no sequence."""
 
 from __future__ import annotations
 
@@ -37,6 +37,51 @@ def sink_gradient(
     return (attached, lse, *more)
 
 
+def packed_gradient(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Packed rows of no sequence, and those past `seqused_q` or `seqused_k`, get gradients of zero.
+
+    For functions of (q, k, v), (q, kv) or qkv with `cu_seqlens` behind them, which leave those unwritten. Backward
+    copies the gradients once more.
+    """
+    names = _names(args, named)
+    given = dict(zip(names, args, strict=False)) | named
+    found = {}
+    for name, side in (("q", "q"), ("k", "k"), ("v", "k"), ("kv", "k"), ("qkv", "q")):
+        x = given.get(name)
+        # Pages are no rows, and have no gradient.
+        if x is None or not (torch.is_grad_enabled() and x.requires_grad) or (name in ("k", "v") and x.ndim != 3):
+            continue
+        starts = given["cu_seqlens" if name == "qkv" else f"cu_seqlens_{side}"]
+        counts = given.get(f"seqused_{side}")
+        counts = counts if isinstance(counts, Tensor) else None
+        found[name] = _Rows.apply(x, starts, counts)  # type: ignore[no-untyped-call]
+    first = tuple(found.pop(name, value) for name, value in zip(names, args, strict=False))
+    return function(*first, *args[len(names) :], **(named | found))
+
+
+def _names(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, ...]:
+    """Those of the first arguments. What flash-attn2 has in the places of seqused_q and seqused_k are no tensors."""
+    if "qkv" in named or (args and args[0].ndim == 4):
+        return ("qkv", "cu_seqlens")
+    two = len(args) > 1 and "v" not in named and (len(args) == 2 or not args[2].is_floating_point())
+    if two or "kv" in named:
+        return ("q", "kv", "cu_seqlens_q", "cu_seqlens_k")
+    offsets = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
+    return ("q", "k", "v", *offsets)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, starts: Tensor, counts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(starts, counts)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        is_row = _is_row(len(grad), *ctx.saved_tensors)
+        return grad.masked_fill(~is_row.view(-1, *[1] * (grad.ndim - 1)), 0), None, None
+
+
 class _Sinks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -60,7 +105,7 @@ class _Sinks(torch.autograd.Function):
 def _is_row(rows: int, starts: Tensor, counts: Tensor | None) -> Tensor:
     """Which of packed rows are of a sequence: (rows,) bool. The host does not wait for the device."""
     row = torch.arange(rows, device=starts.device, dtype=starts.dtype)
-    found = row < starts[-1]
+    found = (row >= starts[0]) & (row < starts[-1])
     if counts is not None:
         of = torch.searchsorted(starts, row, right=True).clamp(1, len(starts) - 1) - 1
         found &= row - starts[of] < counts[of]

@@ -287,3 +287,12 @@ def test_states_of_packed_sequences_refuse(conv, change, error, message):
     good = {"x": torch.ones(6, 3), "cu_seqlens": torch.tensor([0, 6]), "state_len": 2}
     with pytest.raises(error, match=message):
         conv.causal_conv1d_varlen_states(**(good | change))
+
+
+@pytest.mark.parametrize("row", [-1, 4])
+def test_an_update_of_a_row_that_is_not_there_is_refused(conv, row):
+    state = random(4, 3, 5)
+    rows = torch.tensor([0, row], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^conv_state_indices: expected rows of 4, got \[0, "):
+        conv.causal_conv1d_update(random(2, 3), state, random(3, 4), conv_state_indices=rows)
+    assert torch.equal(state, random(4, 3, 5))

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_loader.bundles import attention
+from kernel_loader.guards.attention import packed_gradient, sink_gradient
 from tests.registry.references import (
     BF16,
     F16,
@@ -404,3 +406,167 @@ def test_what_a_cache_cannot_hold_is_named(flash3):
         flash3.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([4, 5], dtype=torch.int32), page_table=table)
     with pytest.raises(ValueError, match=r"^k: expected at most 8 keys"):
         flash3.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([9, 5], dtype=torch.int32), page_table=table)
+
+
+def cached(kernel: Any, **changes: Any) -> tuple[Any, Tensor]:
+    """A call that adds one key to each of two sequences of 16 places, and the cache of keys."""
+    cache = random(2, 16, 1, 16, seed=9)
+    new = random(2, 1, 1, 16, seed=10)
+    given = {"k": new, "v": new, "cache_seqlens": torch.tensor([5, 5], dtype=torch.int32)} | changes
+    return kernel.flash_attn_with_kvcache, (random(2, 3, 1, 16), cache, cache.clone(), given)
+
+
+def whole(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_rows_of_no_sequence_are_not_written(flash3):
+    rows = random(7, 1, 16, seed=4)
+    function, (q, k_cache, v_cache, given) = cached(flash3, k=rows, v=rows, cu_seqlens_k_new=whole(2, 4, 6))
+    want = k_cache.clone()
+    want[0, 5:7], want[1, 5:7] = rows[2:4], rows[4:6]
+    function(q, k_cache, v_cache, **given)
+    assert torch.equal(k_cache, want)
+
+
+TABLES = {"rotary_cos": random(8, 4), "rotary_sin": random(8, 4)}
+REFUSED = {
+    "cu_seqlens_k_new: expected int32": (TypeError, {"cu_seqlens_k_new": torch.zeros(3)}),
+    r"cu_seqlens_k_new: expected shape \(3,\)": (ValueError, {"cu_seqlens_k_new": whole(0, 1)}),
+    "k: expected sequences in order within 2 rows": (ValueError, {"cu_seqlens_k_new": whole(0, 1, 3)}),
+    "k: expected sequences in order within": (ValueError, {"cu_seqlens_k_new": whole(0, 2, 1)}),
+    r"cu_seqlens_q: expected shape \(sequences": (ValueError, {"cu_seqlens_q": whole(0, 1, 3)[None]}),
+    "cu_seqlens_q: expected int32": (TypeError, {"cu_seqlens_q": torch.zeros(3)}),
+    "q: expected sequences in order within 6 rows": (ValueError, {"cu_seqlens_q": whole(0, 1, 7)}),
+    r"rotary_seqlens: expected shape \(2,\)": (ValueError, {**TABLES, "rotary_seqlens": whole(0)}),
+    "rotary_cos: expected places .* -1 to 2": (ValueError, {**TABLES, "rotary_seqlens": whole(0, -1), "causal": True}),
+    "rotary_cos: expected places .* 6 to 9": (ValueError, {**TABLES, "rotary_seqlens": whole(0, 6), "causal": True}),
+    "cache_seqlens: expected lengths": (ValueError, {"cache_seqlens": whole(-1, 5)}),
+    "cache_batch_idx: expected rows of 2": (ValueError, {"cache_batch_idx": whole(0, -1)}),
+    r"cache_batch_idx: expected rows of 2, got \[0, 2\]": (ValueError, {"cache_batch_idx": whole(0, 2)}),
+    "cache_leftpad: expected places": (ValueError, {"cache_leftpad": whole(0, 7)}),
+    "the table of pages: expected pages of 2": (ValueError, {"page_table": whole(0, -1)[:, None]}),
+    "the table of pages: expected pages of 2, got": (ValueError, {"page_table": whole(0, 2)[:, None]}),
+    "k: expected to fit": (ValueError, {"cache_seqlens": whole(0, 16)}),
+    "qv: expected shape": (ValueError, {"qv": random(2, 3, 1, 8)}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_nothing_is_written_by_a_call_that_is_refused(flash3, message):
+    error, changes = REFUSED[message]
+    function, (q, k_cache, v_cache, given) = cached(flash3, **changes)
+    if "cu_seqlens_q" in changes:
+        q = q.flatten(0, 1)
+    if "cu_seqlens_k_new" in changes:
+        given |= {name: given[name].flatten(0, 1) for name in ("k", "v")}
+    before = k_cache.clone()
+    with pytest.raises(error, match=message):
+        function(q, k_cache, v_cache, **given)
+    assert torch.equal(k_cache, before)
+
+
+def test_more_keys_than_a_sequence_has_are_refused(flash3):
+    q, k, v = (x[0] for x in draw(4, 4, batch=1))
+    offsets = whole(0, 2, 4)
+    for name in ("seqused_q", "seqused_k"):
+        with pytest.raises(ValueError, match=rf"^{name}: expected at most the rows of each sequence, \[2, 2\]"):
+            flash3.flash_attn_varlen_func(q, k, v, offsets, offsets, 2, 2, **{name: whole(3, 1)})
+
+
+def test_chunks_turn_queries_and_windows_that_hide_nothing_do_not(flash2, flash3):
+    def out(kernel: Any, **changes: Any) -> Tensor:
+        function, (q, k_cache, v_cache, given) = cached(kernel, rotary_cos=random(16, 4), rotary_sin=random(16, 4))
+        return function(q, k_cache, v_cache, **given, **changes)
+
+    still, moved = out(flash3), out(flash3, window_size=(14, 1))
+    assert not torch.equal(still, moved)
+    assert torch.equal(out(flash3, attention_chunk=64), out(flash3, window_size=(14, 3)))
+    assert torch.equal(out(flash3, window_size=(15, 2)), still)
+    assert torch.equal(out(flash2, window_size=(16, 16)), still)
+    assert not torch.equal(out(flash2, window_size=(15, 2)), still)
+
+
+def test_nan_stays_with_the_rows_that_see_it(kernel):
+    q, k, v = draw(5, 5, batch=1)
+    bad = [x.clone() for x in (q, k, v)]
+    for x in bad[1:]:
+        x[:, 3] = math.nan
+    want = first(kernel.flash_attn_func(q, k, v, causal=True))
+    leaves = [x.requires_grad_() for x in bad]
+    got = first(kernel.flash_attn_func(*leaves, causal=True))
+    torch.testing.assert_close(got[:, :3], want[:, :3])
+    assert got[:, 3:].isnan().all()
+    assert not torch.autograd.grad(got[:, :3].sum(), leaves[0])[0][:, :3].isnan().any()
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    with torch.no_grad():
+        leaves[0][:, 1] = math.nan  # sees keys 0 and 1
+    to_q, to_k, to_v = torch.autograd.grad(first(kernel.flash_attn_func(*leaves, causal=True)).sum(), leaves)
+    assert not to_q[:, 2:].isnan().any()
+    assert not to_k[:, 2:].isnan().any()
+    assert not to_v[:, 2:].isnan().any()
+
+
+def test_no_dims_are_weighed_alike(kernel):
+    q, k, v = (x[..., :0] for x in draw(3, 4))
+    v = draw(3, 4)[2]
+    out = first(kernel.flash_attn_func(q, k, v))
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).repeat_interleave(2, 2).expand(out.shape))
+
+
+def test_what_a_part_of_no_weight_holds_does_not_count(flash3):
+    parts, lse = random(2, 1, 3, 2, 4, dtype=F32), random(2, 1, 3, 2, dtype=F32)
+    lse[0] = -math.inf
+    parts[0] = math.nan
+    assert torch.equal(flash3.flash_attn_combine(parts, lse)[0], parts[1])
+
+
+def test_gradients_are_the_same_in_a_backward_under_autocast(kernel):
+    leaves = [x.requires_grad_() for x in draw(40, 50, dtype=F32)]
+    plain = torch.autograd.grad(first(kernel.flash_attn_func(*leaves)).square().sum(), leaves)
+    with torch.autocast("cpu", BF16):
+        cast = torch.autograd.grad(first(kernel.flash_attn_func(*leaves)).square().sum(), leaves)
+    for got, want in zip(cast, plain, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("form", ["qkv", "kv", "three", "names"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_guard_gives_rows_of_no_sequence_a_gradient_of_zero(form, used):
+    offsets, counts = whole(2, 4, 6), whole(1, 2)
+    x = random(8, 2, 4, dtype=F32)
+    tail = (offsets, offsets, 2, 2, *((counts, counts) if used and form == "three" else ()))
+
+    def build(*args: Any, **named: Any) -> Tensor:  # of which all rows get a gradient
+        return sum(a.sum() for a in (*args, *named.values()) if isinstance(a, Tensor) and a.is_floating_point())
+
+    parts = {"qkv": 1, "kv": 2}.get(form, 3)
+    leaves = [torch.stack([x] * (3 if form == "qkv" else 2), 1) if form == "qkv" or (form == "kv" and i) else x.clone()
+              for i in range(parts)]  # fmt: skip
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    if form == "names":
+        named = dict(zip(("q", "k", "v"), leaves, strict=True)) | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        named |= {"seqused_q": counts, "seqused_k": counts} if used else {}
+        out = packed_gradient(build, **named)
+    else:
+        out = packed_gradient(build, *leaves, *(tail[1:] if form == "qkv" else tail))
+    rows = [2, 4, 5] if used and form in ("three", "names") else [2, 3, 4, 5]
+    for gradient in torch.autograd.grad(out, leaves):
+        assert gradient.flatten(1).any(1).nonzero().flatten().tolist() == rows
+
+
+def test_sinks_get_nothing_from_rows_before_the_first_sequence(vllm):
+    q, k, v = (x[0] for x in draw(6, 6, batch=1, dtype=F32))
+    offsets = whole(2, 6)
+
+    def build(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        out, lse = (x.clone() for x in vllm.flash_attn_varlen_func(*args, **named))
+        out[:2], lse[:, :2] = 7.0, 0.0
+        return out, lse
+
+    found = []
+    for function in (vllm.flash_attn_varlen_func, partial(sink_gradient, build)):
+        sinks = random(HEADS, dtype=F32, seed=3).requires_grad_()
+        out, _ = function(q, k, v, offsets, offsets, 4, 4, s_aux=sinks)
+        found += torch.autograd.grad(out.sum(), sinks)
+    torch.testing.assert_close(*found)

@@ -343,3 +343,10 @@ def test_the_chunked_form_refuses(rule, change, message):
 def test_the_recurrent_form_refuses(rule, change, message):
     with pytest.raises(ValueError, match=message):
         rule.fused_recurrent_gated_delta_rule(**(GOOD | change))
+
+
+def test_keys_without_dims_say_nothing(rule):
+    q, v, gate = torch.zeros(1, 3, 2, 0), torch.ones(1, 3, 2, 4), torch.zeros(1, 3, 2)
+    out, states = rule.chunk_gated_delta_rule(q, q, v, gate, gate, output_final_state=True)
+    assert torch.equal(out, torch.zeros_like(v))
+    assert states.shape == (1, 2, 0, 4)

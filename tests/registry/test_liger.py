@@ -431,3 +431,17 @@ def test_functions_compile_to_one_graph_with_their_gradients(liger):
     torch.testing.assert_close(made, expected)
     for got, want in zip(torch.autograd.grad(made, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_gradients_of_blocks_are_added_up_before_they_are_rounded(liger):
+    labels = torch.zeros(1, 131_072, dtype=torch.int64)
+    hidden = (random(1, 131_072, 4) + 1).to(BF16)
+    leaves = [torch.zeros(8, 4, dtype=BF16).requires_grad_(), torch.zeros(8, dtype=BF16).requires_grad_()]
+    made = liger.LigerForCausalLMLoss(
+        None, labels, 8, hidden_states=hidden, lm_head_weight=leaves[0], lm_head_bias=leaves[1], hidden_size=4
+    )
+    wide = [x.detach().to(F64).requires_grad_() for x in leaves]
+    logits = hidden[0, :-1].to(F64) @ wide[0].T + wide[1]
+    expected = functional.cross_entropy(logits, labels[0, 1:])
+    for got, want in zip(torch.autograd.grad(made, leaves), torch.autograd.grad(expected, wide), strict=True):
+        assert_near(got, want, ulps=1)

@@ -171,13 +171,22 @@ def _cached(
     rotary_seqlens: Tensor | None = None,
     rotary_interleaved: bool = True,
     return_softmax_lse: bool = False,
+    max_seqlen_q: int | None = None,
+    whole: bool = False,
     **how: Any,  # noqa: ANN401
 ) -> tuple[Any, Tensor, Tensor]:
-    """Sequence by sequence and place by place, out of caches that are copied."""
+    """Sequence by sequence and place by place, out of caches that are copied.
+
+    `whole`: a window counts unless it is as large as the cache, for the rotation; else, unless it hides nothing.
+    """
     caches = [k_cache.to(_F64).clone(), v_cache.to(_F64).clone()]
     size, outs, sums = k_cache.shape[1], [], []
     offsets = None if cu_seqlens_q is None else cu_seqlens_q.tolist()
-    local = how.get("causal", False) or max(how.get("window_size", (-1, -1))) >= 0
+    room = size if page_table is None else size * page_table.shape[1]
+    longest = max_seqlen_q or q.shape[-3]
+    idle = (room, room) if whole else (room - 1, longest - 1)
+    sides = zip(how.get("window_size", (-1, -1)), idle, strict=True)
+    local = how.get("causal") or how.get("attention_chunk") or any(0 <= side < most for side, most in sides)
     for b in range(q.shape[0] if offsets is None else len(offsets) - 1):
         own = q[b] if offsets is None else q[offsets[b] : offsets[b + 1]]
         if cache_seqlens is None:
@@ -222,7 +231,8 @@ def _combined(
 ) -> tuple[Tensor, Tensor]:
     weights = lse_partial.to(_F64).exp()
     total = weights.sum(0)
-    made = torch.einsum("nbsh,nbshd->bshd", weights, out_partial.to(_F64))
+    parts = out_partial.to(_F64).masked_fill(weights[..., None] == 0.0, 0.0)
+    made = torch.einsum("nbsh,nbshd->bshd", weights, parts)
     return made / total.masked_fill(total == 0.0, 1.0)[..., None], total.log()
 
 
@@ -241,7 +251,7 @@ def _varlen2(*args: Any, return_attn_probs: bool = False, **how: Any) -> Any:  #
 
 
 def _cached2(*args: Any, block_table: Tensor | None = None, **how: Any) -> tuple[Any, Tensor, Tensor]:  # noqa: ANN401
-    returned, *caches = _cached(*args, page_table=block_table, **how)
+    returned, *caches = _cached(*args, page_table=block_table, whole=True, **how)
     if isinstance(returned, tuple):
         returned = returned[0], _infinite(returned[1])
     return returned, *caches
@@ -456,7 +466,10 @@ def _parts_of_keys(n: int, batch: int, rows: int, heads: int, dim: int, *, blind
         if blind:
             lse[0] = -_INF
             lse[:, :, 0] = -_INF
-        return Inputs(draw.normal(n, batch, rows, heads, dim), lse, **how)
+        out = draw.normal(n, batch, rows, heads, dim)
+        if blind:
+            out[0] = float("nan")  # of what a row sees nothing of, there may be anything
+        return Inputs(out, lse, **how)
 
     return make
 
@@ -558,7 +571,8 @@ def _cached_cases(page: str) -> tuple[Case, ...]:
             for name, how in (
                 ("causal", {"causal": True}),
                 ("not causal", {}),
-                ("window", {"window_size": (4, 2)}),
+                ("window", {"window_size": (4, 1)}),
+                ("window past every key", {"window_size": (64, 64)}),
                 ("halves", {"causal": True, "rotary_interleaved": False}),
             )
         ),
@@ -629,11 +643,17 @@ _FLASH3_PACKED: Final = (
 _FLASH3_CACHE: Final = (
     *_cached_cases("page_table"),
     _eager("packed queries", _ragged(_cache(1, (5, 40, 7), causal=True), (1, 4, 2)), modes=_FORWARD),
+    _eager("turned, idle window", _cache(3, (5, 60), new=3, turned=16, window_size=(63, 2)), modes=_FORWARD),
     _eager(
         "packed queries, pages",
         _ragged(_cache(1, (5, 40), size=16, page="page_table", causal=True), (1, 4)),
         modes=_FORWARD,
     ),
+)
+
+_CHUNKED_CACHE: Final = tuple(
+    _eager(f"turned, chunks of {chunk}", _cache(3, (5, 60), new=3, turned=16, attention_chunk=chunk), modes=_FORWARD)
+    for chunk in (4, 128)
 )
 
 _VLLM_DENSE: Final = (
@@ -776,7 +796,7 @@ FLASH_ATTN3_GRID: Final = (
     _entry("flash_attn_func", _FLASH3_DENSE, _func3, _KEYS, problem=_problem, sizes=_LLAMA, work=_work),
     _entry("flash_attn_qkvpacked_func", _QKV3_CASES, _qkv3, (0,)),
     _entry("flash_attn_varlen_func", _FLASH3_PACKED, _varlen3, _KEYS),
-    _cache_entry(_FLASH3_CACHE, _cached),
+    _cache_entry((*_FLASH3_CACHE, *_CHUNKED_CACHE), _cached),
     _entry("flash_attn_combine", _COMBINE_CASES, _combined, (), skip=_NO_GRADIENT),
 )
 

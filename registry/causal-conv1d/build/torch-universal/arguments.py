@@ -1,4 +1,4 @@
-"""Checks of arguments. They look at shapes, dtypes and devices only, so that they also run while a graph is made."""
+"""Checks of arguments: shapes, dtypes and devices, also while a graph is made. `check_rows` looks at numbers, too."""
 
 from typing import Final
 
@@ -29,6 +29,14 @@ def check_like(
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
     if value.device != x.device:
         raise ValueError(f"{name}: expected on {x.device}, where x is, got {value.device}")
+
+
+def check_rows(name: str, index: Tensor, rows: int) -> None:
+    """`index` names some of so many rows. Looked at where that makes nothing wait: on the CPU, and not in a graph."""
+    if index.device.type != "cpu" or torch.compiler.is_compiling() or not index.numel():
+        return
+    if not 0 <= int(index.min()) <= int(index.max()) < rows:
+        raise ValueError(f"{name}: expected rows of {rows}, got {index.tolist()}")
 
 
 def check_filter(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> int:

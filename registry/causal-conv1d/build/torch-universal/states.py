@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .arguments import INTEGERS, check_filter, check_float, check_like
+from .arguments import INTEGERS, check_filter, check_float, check_like, check_rows
 from .convolution import convolve, widen
 
 
@@ -35,7 +35,7 @@ def causal_conv1d_update(
 
     Raises:
         TypeError: a dtype.
-        ValueError: a shape, a device or an activation.
+        ValueError: a shape, a device or an activation; on the CPU, a row that is not there.
     """
     check_float("x", x, "(B, D)" if x.ndim == 2 else "(B, D, L)")
     width = check_filter(x, weight, bias, activation)
@@ -49,6 +49,8 @@ def causal_conv1d_update(
     for name, index in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
         if index is not None:
             check_like(name, index, x, (batch,), INTEGERS)
+    if conv_state_indices is not None:
+        check_rows("conv_state_indices", conv_state_indices, rows)
 
     steps = x.unsqueeze(-1) if x.ndim == 2 else x
     state = conv_state if conv_state_indices is None else conv_state[conv_state_indices]

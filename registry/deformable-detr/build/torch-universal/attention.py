@@ -62,7 +62,7 @@ def ms_deform_attn_forward(
         found = _rows(pixels, place).view(*inside.shape, depth)
         # Both factors are masked: neither a pixel nor a weight that does not count may bring in its NaN.
         share, found = torch.where(inside, share, 0.0), torch.where(inside.unsqueeze(-1), found, 0.0)
-        out = out + torch.einsum("bmqlp,bmqlpd->bmqd", share, found)
+        out = out + (share.unsqueeze(-1) * found).sum((3, 4))  # no product of matrices, which autocast would round
     return out.transpose(1, 2).reshape(batch, queries, heads * depth).to(value.dtype)
 
 

@@ -5,12 +5,13 @@ at place k_first[b] + j: that row of k and v, or, with a table of pages, row `pl
 `table[b, place // page]`.
 """
 
+import math
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ._ops import ops, qualified
+from ._ops import ops, qualified, without_autocast
 from .core import NO_DESCALES, Descales, Rules, Span, backward, forward, wide
 
 FP8: Final = torch.float8_e4m3fn
@@ -19,7 +20,7 @@ FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ARGUMENTS: Final = (
     "Tensor q, Tensor k, Tensor v, Tensor q_first, Tensor q_count, Tensor k_first, Tensor k_count, Tensor? table,"
     " int page, Tensor? slopes, Tensor? sinks, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float scale,"
-    " int left, int right, int chunk, float softcap"
+    " int left, int right, int chunk, float softcap, Tensor? q_most, Tensor? k_most"
 )
 _GRADIENTS: Final = (0, 1, 2, 10)  # of q, k, v and sinks
 
@@ -70,6 +71,11 @@ def window(size: tuple[int, int], *, causal: bool) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
+def scale_of(dim: int) -> float:
+    """1 / sqrt(dim), and 1 where there is nothing to scale."""
+    return 1.0 / math.sqrt(max(dim, 1))
+
+
 def _rules(arguments: tuple[Any, ...]) -> Rules:
     return Rules(*arguments[14:19])
 
@@ -77,22 +83,33 @@ def _rules(arguments: tuple[Any, ...]) -> Rules:
 def _spans(arguments: tuple[Any, ...]) -> list[Span]:
     """What the arguments of the op name, held against the rows that there are."""
     q, k, _, *places, table, page, slopes, _, q_descale, k_descale, v_descale = arguments[:14]
-    q_first, q_count, k_first, k_count = ([int(n) for n in x.tolist()] for x in places)
-    spans, free = [], 0
+    q_first, q_count, k_first, k_count = (x.tolist() for x in places)
+    for name, counts, most in (("seqused_q", q_count, arguments[19]), ("seqused_k", k_count, arguments[20])):
+        if most is not None and any(count > limit for count, limit in zip(counts, most.tolist(), strict=True)):
+            raise ValueError(f"{name}: expected at most the rows of each sequence, {most.tolist()}, got {counts}")
+    check_order("q", q_first, q_count, q.shape[0])
+    spans = []
     for b, (first, count, start, length) in enumerate(zip(q_first, q_count, k_first, k_count, strict=True)):
-        if first < free or count < 0 or first + count > q.shape[0]:
-            raise ValueError(
-                f"q: expected sequences in order within {q.shape[0]} rows, got rows {first} to {first + count}"
-            )
-        free = first + count
         descales = (None if x is None else x[b] for x in (q_descale, k_descale, v_descale))
-        keys = _keys(start, length, k.shape[0], page, None if table is None else table[b])
+        keys = rows_of_keys(start, length, k.shape[0], page, None if table is None else table[b])
         slope = None if slopes is None else slopes[b]
         spans.append(Span(first, count, keys.to(k.device), slope, Descales(*descales)))
     return spans
 
 
-def _keys(start: int, length: int, rows: int, page: int, table: Tensor | None) -> Tensor:
+def check_order(name: str, firsts: list[int], counts: list[int], rows: int) -> None:
+    """ValueError unless sequences of packed rows come one after the other, within the rows that there are."""
+    free = 0
+    for first, count in zip(firsts, counts, strict=True):
+        if first < free or count < 0 or first + count > rows:
+            raise ValueError(
+                f"{name}: expected sequences in order within {rows} rows, got rows {first} to {first + count}"
+            )
+        free = first + count
+
+
+def rows_of_keys(start: int, length: int, rows: int, page: int, table: Tensor | None) -> Tensor:
+    """The rows, (length,) int64, of a sequence whose keys stand at places from `start` on."""
     if table is None:
         stop = (start // page + 1) * page if page else rows
         if start < 0 or length < 0 or start + length > min(stop, rows):
@@ -120,6 +137,7 @@ def _output_dtype(q: Tensor) -> torch.dtype:
 
 
 @torch.library.custom_op(qualified("attend"), mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+@without_autocast
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - as the schema says
     q, k, v = arguments[:3]
     return forward(q, k, v, _spans(arguments), _rules(arguments), arguments[10], _output_dtype(q))
@@ -135,6 +153,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
     mutates_args=(),
     schema=f"(Tensor grad, Tensor out, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
+@without_autocast
 def _attend_backward(
     grad: Tensor,
     out: Tensor,
@@ -188,6 +207,7 @@ def attend(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     descales: Descales = NO_DESCALES,
+    most: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences.
 
@@ -202,11 +222,26 @@ def attend(
         slopes: (B, H) or (H,) float32, or None.
         sinks: (H,), or None.
         descales: (B, Hk) each, for FP8; not looked at for other dtypes.
+        most: (B,) each, or None: what q_count and k_count may be at most.
 
     Returns:
         Out (Tq, H, Dv), differentiable in q, k, v and sinks, and lse (H, Tq), which is not.
     """
-    heads, kv_heads, batch = q.shape[1], k.shape[1], spans[0].shape[0]
+    batch = spans[0].shape[0]
+    check_terms(q, k, batch, slopes, sinks, descales)
+    if slopes is not None:
+        slopes = slopes.expand(batch, q.shape[1])
+    if q.dtype != FP8:
+        descales = NO_DESCALES
+    out, lse = ops.attend.default(q, k, v, *spans, table, page, slopes, sinks, *descales, *rules, *most)
+    return out, lse.detach()
+
+
+def check_terms(
+    q: Tensor, k: Tensor, batch: int, slopes: Tensor | None, sinks: Tensor | None, descales: Descales
+) -> None:
+    """Dtypes and shapes of what `attend` takes besides q, k and v, whose last dimensions are (heads, dim)."""
+    heads, kv_heads = q.shape[-2], k.shape[-2]
     if slopes is not None:
         if slopes.dtype != torch.float32:
             raise TypeError(f"alibi_slopes: expected float32, got {slopes.dtype}")
@@ -214,16 +249,11 @@ def attend(
             raise ValueError(
                 f"alibi_slopes: expected shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}"
             )
-        slopes = slopes.expand(batch, heads)
     if sinks is not None:
         if sinks.dtype not in FLOATS:
             raise TypeError(f"s_aux: expected bfloat16, float16, float32 or float64, got {sinks.dtype}")
         if tuple(sinks.shape) != (heads,):
             raise ValueError(f"s_aux: expected shape ({heads},), one a head, got {tuple(sinks.shape)}")
-    if q.dtype != FP8:
-        descales = NO_DESCALES
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        if descale is not None and tuple(descale.shape) != (batch, kv_heads):
+        if q.dtype == FP8 and descale is not None and tuple(descale.shape) != (batch, kv_heads):
             raise ValueError(f"{name}: expected shape ({batch}, {kv_heads}), got {tuple(descale.shape)}")
-    out, lse = ops.attend.default(q, k, v, *spans, table, page, slopes, sinks, *descales, *rules)
-    return out, lse.detach()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops, qualified
-from .attend import attend, check_heads, check_qv, check_vector
+from .attend import attend, check_heads, check_order, check_qv, check_terms, check_vector, rows_of_keys
 from .core import NO_DESCALES, Descales, Rules, wide
 from .rows import Packed, by_offsets, equal_lengths, unpack_lse
 
@@ -62,6 +62,8 @@ def attend_with_cache(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     descales: Descales = NO_DESCALES,
+    longest: int | None = None,
+    whole: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Add `new` to the caches, in place, and attend to all of each sequence.
 
@@ -77,6 +79,8 @@ def attend_with_cache(
         slopes: of ALiBi.
         sinks: one a head.
         descales: for FP8.
+        longest: rows that a sequence of q has at most, where there is `cu_seqlens_q`; all of them if None.
+        whole: whether sides of a window are left out by the size of the cache alone; see `_without_idle_sides`.
 
     Returns:
         Out in the form of q, with Dv; lse (B, H, Sq), or (H, rows). Neither is differentiable.
@@ -84,6 +88,7 @@ def attend_with_cache(
     check_heads(q, k_cache, v_cache, 4 if cu_seqlens_q is None else 3, ("q", "k_cache", "v_cache"))
     if k_cache.ndim != 4:
         raise ValueError(f"k_cache: expected shape (batch or pages, length, heads, dim), got {tuple(k_cache.shape)}")
+    _check_offsets("cu_seqlens_q", cu_seqlens_q, None)
     queries = (
         equal_lengths(q.shape[0], q.shape[1], q.device)
         if cu_seqlens_q is None
@@ -92,18 +97,24 @@ def attend_with_cache(
     batch, size = queries.first.shape[0], k_cache.shape[1]
     lengths = _lengths(places, batch, size, q.device)
     base = _base(places, batch, size, k_cache.shape[0], q.device)
+    pad = torch.zeros_like(lengths) if places.leftpad is None else places.leftpad.long()
+    room = size if places.table is None else size * places.table.shape[1]
+    if cu_seqlens_q is None or longest is None:
+        longest = q.shape[-3]
+    rules = _without_idle_sides(rules, *((room, room) if whole else (room - 1, longest - 1)))
+    check_terms(q, k_cache, batch, slopes, sinks, descales)
+    if qv is not None:
+        check_qv(q, v_cache, qv)
     flat = q.flatten(0, q.ndim - 3).detach()
     if new.cos is not None or new.sin is not None:
         _check_rotation(new, places, q.shape[-1])
     added = torch.zeros_like(lengths)
     if new.k is not None or new.v is not None:
-        added, flat = _append(flat, k_cache, v_cache, queries, new, places, rules, lengths, base)
+        added, flat = _append(flat, k_cache, v_cache, queries, new, places, rules, lengths, base, pad)
     elif new.cos is not None:
         raise ValueError("rotary_cos: expected None without k, got a tensor")
-    pad = torch.zeros_like(lengths) if places.leftpad is None else places.leftpad.long()
     keys = k_cache.detach()
     if qv is not None:
-        check_qv(q, v_cache, qv)
         flat = torch.cat((flat, qv.flatten(0, q.ndim - 3).detach()), dim=-1)
         keys = torch.cat((keys, v_cache.detach()), dim=-1)
     out, lse = attend(
@@ -149,6 +160,25 @@ def _base(places: Places, batch: int, size: int, rows: int, device: torch.device
     return torch.arange(batch, device=device) * size
 
 
+def _without_idle_sides(rules: Rules, left: int, right: int) -> Rules:
+    """Rules without sides of a window of so many places and more, which hide nothing.
+
+    The results are the same but for a rotation: without a window, q is turned as at one place. Published builds leave
+    these sides out, from one place on that depends on the build.
+    """
+    return rules._replace(
+        left=-1 if rules.left >= left else rules.left, right=-1 if rules.right >= right else rules.right
+    )
+
+
+def _check_offsets(name: str, offsets: Tensor | None, batch: int | None) -> None:
+    if offsets is None:
+        return
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
+    check_vector(name, offsets, offsets.shape[0] if batch is None else batch + 1)
+
+
 def _check_rotation(new: New, places: Places, dim: int) -> None:
     for name, x in (("rotary_cos", new.cos), ("rotary_sin", new.sin)):
         if x is None or new.cos is None or x.ndim != 2 or x.shape != new.cos.shape or 2 * x.shape[1] > dim:
@@ -168,6 +198,7 @@ def _append(
     rules: Rules,
     lengths: Tensor,
     base: Tensor,
+    pad: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Rotate, and write to the cache. How many keys each sequence got, and q."""
     k, v, batch = new.k, new.v, queries.first.shape[0]
@@ -181,20 +212,31 @@ def _append(
             raise TypeError(f"{name}: expected {cache.dtype}, as the cache is, got {x.dtype}")
         if tuple(x.shape) != (*front, *cache.shape[2:]):
             raise ValueError(f"{name}: expected shape {(*front, *cache.shape[2:])}, got {tuple(x.shape)}")
+    _check_offsets("cu_seqlens_k_new", new.cu_seqlens, batch)
+    check_vector("rotary_seqlens", new.first, batch)
     rows = (
         equal_lengths(batch, k.shape[1], q.device) if new.cu_seqlens is None else by_offsets(k.shape[0], new.cu_seqlens)
     )
-    owner, number = rows.owners()
-    flat = k.detach().flatten(0, k.ndim - 3)
-    if new.cos is not None and new.sin is not None:
-        start = lengths if new.first is None else new.first.long()
+    flat, start, places_turned = k.detach().flatten(0, k.ndim - 3), None, 0
+    moves = rules.left >= 0 or rules.right >= 0 or rules.chunk > 0  # where all see all, each query stands at the end
+    if batch and new.cos is not None and new.sin is not None:
+        start, places_turned = lengths if new.first is None else new.first.long(), new.cos.shape[0]
+        owner, number = rows.owners()
         flat = rotate(flat, start[owner] + number, new)
         who, at = queries.owners()
-        moves = rules.left >= 0 or rules.right >= 0  # where all see all, each query stands at the end
         q = rotate(q, start[who] + at if moves else start[who], new)
-    place = lengths[owner] + number
-    place = torch.where(number < rows.lengths[owner], place, -1)
-    ops.write.default(k_cache, v_cache, flat, v.detach().flatten(0, v.ndim - 3), owner, place, base, places.table)
+    ops.write.default(
+        k_cache,
+        v_cache,
+        flat,
+        v.detach().flatten(0, v.ndim - 3),
+        *(rows.first, rows.lengths, queries.first, queries.lengths, lengths, base, pad),
+        places.table,
+        start,
+        q.shape[0],
+        places_turned,
+        moves,
+    )
     return rows.lengths, q
 
 
@@ -206,7 +248,10 @@ def rotate(x: Tensor, places: Tensor, new: New) -> Tensor:
     assert new.cos is not None
     assert new.sin is not None
     half, dtype = new.cos.shape[1], wide(x.dtype)
-    at = places.clamp(0, new.cos.shape[0] - 1)  # rows of no sequence have no place
+    # Rows of no sequence have no place. The op that writes refuses those of others that the tables have not.
+    at = places.clamp(0, max(new.cos.shape[0] - 1, 0))
+    if not new.cos.shape[0]:
+        return x
     cos, sin = (table.to(dtype)[at].unsqueeze(1) for table in (new.cos, new.sin))
     turned, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
     if new.interleaved:
@@ -221,27 +266,71 @@ def rotate(x: Tensor, places: Tensor, new: New) -> Tensor:
 @torch.library.custom_op(
     qualified("write"),
     mutates_args=("k_cache", "v_cache"),
-    schema="(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor owner, Tensor place, Tensor base,"
-    " Tensor? table) -> ()",
+    schema="(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor first, Tensor count, Tensor q_first,"
+    " Tensor q_count, Tensor length, Tensor base, Tensor pad, Tensor? table, Tensor? turned_from, int q_rows,"
+    " int places_turned, bool moves) -> ()",
 )
 def _write(
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor,
     v: Tensor,
-    owner: Tensor,
-    place: Tensor,
+    first: Tensor,
+    count: Tensor,
+    q_first: Tensor,
+    q_count: Tensor,
+    length: Tensor,
     base: Tensor,
+    pad: Tensor,
     table: Tensor | None,
+    turned_from: Tensor | None,
+    q_rows: int,
+    places_turned: int,
+    moves: bool,  # noqa: FBT001 - as the schema has it
 ) -> None:
-    kept = place >= 0
-    owner, place, size = owner[kept], place[kept], k_cache.shape[1]
+    """Add `count` rows of k and v from `first` on to the `length` ones of each sequence, (B,) each.
+
+    All that the call will read and write is looked at before anything is written.
+    """
+    firsts, counts, q_firsts, q_counts, lengths, bases, pads = (
+        x.tolist() for x in (first, count, q_first, q_count, length, base, pad)
+    )
+    check_order("q", q_firsts, q_counts, q_rows)
+    check_order("k", firsts, counts, len(k))
+    if turned_from is not None:
+        steps = [max(new, (own if moves else min(own, 1))) for new, own in zip(counts, q_counts, strict=True)]
+        _check_turned(turned_from.tolist(), steps, places_turned)
+    pages, size = k_cache.shape[:2]
     room = size if table is None else size * table.shape[1]
-    if len(place) and int(place.max()) >= room:
-        raise ValueError(f"k: expected to fit in a cache of {room} places, got place {int(place.max())}")
-    row = base[owner] // size if table is None else table.long()[owner, place // size]
-    k_cache[row, place % size] = k[kept]
-    v_cache[row, place % size] = v[kept]
+    rows, sources = [], []
+    for b, (start, new, before) in enumerate(zip(firsts, counts, lengths, strict=True)):
+        if before < 0:
+            raise ValueError(f"cache_seqlens: expected lengths of at least 0, got {lengths}")
+        if before + new > room:
+            raise ValueError(f"k: expected to fit in a cache of {room} places, got place {before + new - 1}")
+        if not 0 <= pads[b] <= before + new:
+            raise ValueError(f"cache_leftpad: expected places of the {before + new} keys there are, got {pads}")
+        if table is None and not 0 <= bases[b] < max(pages * size, 1):
+            raise ValueError(
+                f"cache_batch_idx: expected rows of {pages}, got {[place // max(size, 1) for place in bases]}"
+            )
+        own = None if table is None else table[b]
+        rows.append(rows_of_keys(bases[b], before + new, pages * size, size, own)[before:])
+        sources.append(torch.arange(start, start + new))
+    if not rows:
+        return
+    row, source = torch.cat(rows).to(k_cache.device), torch.cat(sources).to(k.device)
+    k_cache[row // max(size, 1), row % max(size, 1)] = k[source]
+    v_cache[row // max(size, 1), row % max(size, 1)] = v[source]
+
+
+def _check_turned(starts: list[int], steps: list[int], places: int) -> None:
+    """The tables of the rotation have the places of all rows that are turned, `steps` from `starts` on."""
+    for start, count in zip(starts, steps, strict=True):
+        if start < 0 or (count and start + count > places):
+            raise ValueError(
+                f"rotary_cos: expected places that are turned to be among its {places}, got {start} to {start + count}"
+            )
 
 
 @_write.register_fake

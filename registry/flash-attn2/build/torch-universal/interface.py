@@ -2,13 +2,12 @@
 
 # ruff: noqa: FBT001, FBT002 - the published signatures
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attend import window
+from .attend import scale_of, window
 from .cache import New, Places, attend_with_cache
 from .core import Rules
 from .sequences import attend_dense, attend_packed
@@ -215,7 +214,7 @@ def flash_attn_with_kvcache(
         k: (B, Sn, Hk, D), written to the places from `cache_seqlens` on.
         v: (B, Sn, Hk, Dv).
         rotary_cos: (places, R / 2), with k: k and q are turned first, k from place `cache_seqlens` on; q too if
-            `causal` or with a window, and else all of it as at place `cache_seqlens`.
+            `causal` or with a window that hides something, and else all of it as at place `cache_seqlens`.
         rotary_sin: the same.
         cache_seqlens: (B,), or one for all: keys in the cache before; the length of the cache if None.
         cache_batch_idx: (B,), the row of the cache that a sequence has; its own number if None.
@@ -256,7 +255,7 @@ def _rules(
     if dropout_p:
         raise ValueError(f"dropout_p: expected 0.0, as the reference has no dropout, got {dropout_p}")
     left, right = window(window_size, causal=causal)
-    return Rules(1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, left, right, 0, softcap)
+    return Rules(scale_of(q.shape[-1]) if scale is None else scale, left, right, 0, softcap)
 
 
 def _result(out: Tensor, lse: Tensor, *, probs: bool) -> Result:

@@ -80,6 +80,10 @@ def attend_packed(
             keys.first if table is None else torch.zeros_like(keys.first),
             keys.lengths if seqused_k is None else seqused_k.long(),
         ),
+        most=(
+            None if seqused_q is None else queries.lengths,
+            None if seqused_k is None or table is not None else keys.lengths,
+        ),
         rules=rules,
         page=0 if table is None else k.shape[1],
         table=table,

@@ -2,12 +2,10 @@
 
 # ruff: noqa: FBT001, FBT002 - the published signatures
 
-import math
-
 import torch
 from torch import Tensor
 
-from .attend import window
+from .attend import scale_of, window
 from .cache import New, Places, attend_with_cache
 from .core import Descales, Rules
 from .sequences import attend_dense, attend_packed
@@ -235,7 +233,7 @@ def flash_attn_with_kvcache(
         v: the same with Dv.
         qv: as for `flash_attn_func`, in the form of q.
         rotary_cos: (places, R / 2), with k: k and q are turned first, k from place `rotary_seqlens` on; q too if
-            `causal` or with a window, and else all of it as at place `rotary_seqlens`.
+            `causal`, with a window that hides something or with chunks, and else all of it as at `rotary_seqlens`.
         rotary_sin: the same.
         cache_seqlens: (B,), or one for all: keys in the cache before; the length of the cache if None.
         cache_batch_idx: (B,), the row of the cache that a sequence has; its own number if None.
@@ -243,7 +241,7 @@ def flash_attn_with_kvcache(
         page_table: (B, pages a sequence) int32.
         cu_seqlens_q: (B + 1,), or None.
         cu_seqlens_k_new: (B + 1,), or None.
-        max_seqlen_q: not looked at.
+        max_seqlen_q: at least the longest sequence of q; looked at with `cu_seqlens_q`, a window and a rotation alone.
         rotary_seqlens: (B,); `cache_seqlens` if None.
         q_descale: as for `flash_attn_func`.
         k_descale: as there.
@@ -267,7 +265,7 @@ def flash_attn_with_kvcache(
         TypeError: a dtype.
         ValueError: a shape, a device, or places that the cache has not.
     """
-    del max_seqlen_q, scheduler_metadata, num_splits, pack_gqa, sm_margin
+    del scheduler_metadata, num_splits, pack_gqa, sm_margin
     out, lse = attend_with_cache(
         q,
         k_cache,
@@ -278,6 +276,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q,
         qv=qv,
         descales=Descales(q_descale, k_descale, v_descale),
+        longest=max_seqlen_q,
+        whole=False,
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -315,7 +315,8 @@ def flash_attn_combine(
     parts = lse_partial.detach()
     lse = torch.logsumexp(parts, dim=0)
     share = torch.exp(parts - lse.masked_fill(lse == -torch.inf, 0.0))
-    made = (share.unsqueeze(-1) * out_partial.detach()).sum(0)
+    share = share.unsqueeze(-1)
+    made = torch.where(share > 0, share * out_partial.detach(), 0).sum(0)  # not 0 * NaN
     if out is None:
         return made.to(out_partial.dtype if out_dtype is None else out_dtype), lse
     return out.copy_(made), lse
@@ -333,7 +334,7 @@ def _rules(
 ) -> Rules:
     left, right = window(window_size, causal=causal)
     dim = q.shape[-1] + (0 if qv is None else qv.shape[-1])
-    return Rules(1.0 / math.sqrt(dim) if scale is None else scale, left, right, chunk, softcap)
+    return Rules(scale_of(dim) if scale is None else scale, left, right, chunk, softcap)
 
 
 def _unpack(qkv: Tensor, heads: int | None) -> list[Tensor]:

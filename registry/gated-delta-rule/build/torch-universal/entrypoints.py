@@ -188,7 +188,7 @@ def _apply(
     queries, keys = (x.to(wide.dtype) for x in (q, k))
     if norm:
         queries, keys = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS) for x in (queries, keys))
-    queries = queries * (sizes[0] ** -0.5 if scale is None else scale)
+    queries = queries * (max(sizes[0], 1) ** -0.5 if scale is None else scale)
     queries, keys = (x.repeat_interleave(heads // q.shape[2], dim=2) for x in (queries, keys))
     if column_decay is None:
         column_decay = torch.zeros_like(wide[..., :1])

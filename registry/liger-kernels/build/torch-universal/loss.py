@@ -68,8 +68,9 @@ def LigerForCausalLMLoss(  # noqa: N802 - the published name
             `label_smoothing`, `lse_square_scale` and `use_token_scaling` of the formula. Others are not looked at.
 
     Returns:
-        One float32 number, or float64 where `hidden_states` are. Zero for the mean over no token. Differentiable in
-        `hidden_states`, `lm_head_weight` and `lm_head_bias`.
+        One float32 number, or float64 where `hidden_states` are, whatever autocast says. Zero for the mean over no
+        token. Differentiable in `hidden_states`, `lm_head_weight` and `lm_head_bias`, whose gradients are added up in
+        that dtype, with a copy of both in memory until backward, and rounded once.
 
     Raises:
         TypeError: the dtype of an argument.
@@ -107,9 +108,11 @@ def LigerForCausalLMLoss(  # noqa: N802 - the published name
         over_tokens=over_tokens,
     )
     total = one * 0.0
+    # Once for all tokens, so that the gradients are rounded after they have been added up.
+    weight, bias = wide(lm_head_weight), None if lm_head_bias is None else wide(lm_head_bias)
     for some, labels_of in zip(torch.split(rows, _TOKENS), torch.split(target, _TOKENS), strict=True):
         total = total + checkpoint(
-            _loss, some, lm_head_weight, lm_head_bias, labels_of, terms, use_reentrant=False, preserve_rng_state=False
+            _loss, some, weight, bias, labels_of, terms, use_reentrant=False, preserve_rng_state=False
         )
     return total if num_items_in_batch is None else total / num_items_in_batch
 
@@ -119,7 +122,8 @@ LigerForCausalLMLoss.can_torch_compile = True  # type: ignore[attr-defined]  # w
 
 def _loss(rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, terms: _Terms) -> Tensor:
     """The sum over these tokens, ()."""
-    logits = functional.linear(wide(rows), wide(weight), None if bias is None else wide(bias))
+    with torch.autocast(rows.device.type, enabled=False):  # it is in float32
+        logits = functional.linear(wide(rows), weight, bias)
     if terms.softcap is not None:
         logits = terms.softcap * torch.tanh(logits / terms.softcap)
     counts = target != terms.ignore_index

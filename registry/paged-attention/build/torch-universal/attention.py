@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ._ops import ops, qualified
+from ._ops import ops, qualified, without_autocast
 from .formats import FLOATS, check_blocks, check_shape, check_whole, decode, is_fp8, one_scale
 
 PARTITION: Final = 512
@@ -291,6 +291,7 @@ _INPUTS: Final = (
 
 
 @torch.library.custom_op(qualified("paged_attention_v1"), mutates_args=("out",), schema=f"(Tensor(a!) out, {_INPUTS}")
+@without_autocast
 def _paged_attention_v1(
     out: Tensor,
     query: Tensor,
@@ -318,6 +319,7 @@ def _paged_attention_v1(
     mutates_args=("out", "exp_sum", "max_logits", "tmp_out"),
     schema=f"(Tensor(a!) out, Tensor(b!) exp_sum, Tensor(c!) max_logits, Tensor(d!) tmp_out, {_INPUTS}",
 )
+@without_autocast
 def _paged_attention_v2(
     out: Tensor,
     exp_sum: Tensor,

@@ -1,5 +1,7 @@
 """Attention by tiles: memory beyond inputs, outputs and gradients is that of one tile of scores.
 
+But for qv: (q, qv) and (k, v), of a cache all of it, are joined in copies first.
+
 Rows of queries and of keys are packed, (rows, heads, dim); a `Span` names those of one sequence. With s the scores of a
 row, m their maximum and l the sum of exp(s - m), both kept while tiles of keys go by (Milakov and Gimelshein,
 arXiv:1805.02867; Dao et al., FlashAttention, arXiv:2205.14135):
@@ -10,6 +12,8 @@ A sink is one score more in each row of its head, whose value is zero. Everythin
 Backward makes the scores again from lse:
 
     p = exp(s - lse)    dv = p^T g    ds = p (g v^T - rowsum(g out))    dq = scale ds k    dk = scale ds^T q
+
+A key that a query does not see has no part in its sums, nor it in those of the key: NaN in one reaches not the other.
 """
 
 from collections.abc import Iterator
@@ -72,10 +76,11 @@ class Span(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Scores (Hk, G, Tq, Tk), with -inf where a query does not see a key, and their slope before the softcap."""
+    """Scores (Hk, G, Tq, Tk), their slope before the softcap, and where they are -inf as a key is not seen (Tq, Tk)."""
 
     value: Tensor
     slope: Tensor | None
+    hidden: Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -127,12 +132,14 @@ def backward(
             dquery = torch.zeros_like(query)
             for keys, key, value, scores in _key_tiles(query, start, k, v, span, rules):
                 p = torch.exp(scores.value - base)
+                p = p.masked_fill(scores.hidden, 0.0)  # where lse is NaN, so is p
                 ds = p * (upstream @ value.mT.unsqueeze(1) - inner.unsqueeze(-1)) * rules.scale
                 if scores.slope is not None:
                     ds = ds * scores.slope
-                dquery += ds @ key.unsqueeze(1)
-                dv.index_add_(0, keys, (p.mT @ upstream).sum(1).transpose(0, 1))
-                dk.index_add_(0, keys, (ds.mT @ query).sum(1).transpose(0, 1))
+                ds = ds.masked_fill(scores.hidden, 0.0)
+                dquery += _weighed(ds, key.unsqueeze(1), scores.hidden)
+                dv.index_add_(0, keys, _weighed(p.mT, upstream, scores.hidden.mT).sum(1).transpose(0, 1))
+                dk.index_add_(0, keys, _weighed(ds.mT, query, scores.hidden.mT).sum(1).transpose(0, 1))
             dq[at] = _store(dquery)
             if sinks is not None and dsinks is not None:
                 share = torch.exp(sinks.to(dtype).unsqueeze(1) - lse[:, at])
@@ -156,7 +163,7 @@ def _forward_tile(
         higher = torch.maximum(most, scores.value.amax(-1))
         base = higher.masked_fill(higher == _LOWEST, 0.0)  # -inf less -inf would be NaN
         p, shrink = torch.exp(scores.value - base.unsqueeze(-1)), torch.exp(most - base)
-        made = made * shrink.unsqueeze(-1) + p @ value.unsqueeze(1)
+        made = made * shrink.unsqueeze(-1) + _weighed(p, value.unsqueeze(1), scores.hidden)
         total = total * shrink + p.sum(-1)
         most = higher
     return made / total.masked_fill(total == 0.0, 1.0).unsqueeze(-1), most + total.log()
@@ -210,7 +217,22 @@ def _scores(query: Tensor, key: Tensor, places: Tensor, at: Tensor, span: Span, 
         hidden |= at > places + rules.right
     if rules.chunk > 0:
         hidden |= places // rules.chunk != at // rules.chunk
-    return _Scores(value.masked_fill(hidden, _LOWEST), slope)
+    return _Scores(value.masked_fill(hidden, _LOWEST), slope, hidden)
+
+
+def _weighed(weights: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
+    """The product of weights (Hk, G, N, M) and x (Hk, G or 1, M, D), in which `hidden` (N, M) pairs have no part.
+
+    Their weights are zero, which is enough unless x is infinite or NaN. Rows where it is are added one by one; on the CPU
+    alone, as others would have to be waited for.
+    """
+    if x.device.type != "cpu" or bool((finite := x.isfinite()).all()):
+        return weights @ x
+    made = weights @ x.masked_fill(~finite, 0.0)
+    for row in (~finite).flatten(0, 1).any(0).any(-1).nonzero().flatten().tolist():
+        term = weights[..., row].unsqueeze(-1) * x[..., row, :].masked_fill(finite[..., row, :], 0.0).unsqueeze(-2)
+        made = made + term.masked_fill(hidden[:, row].unsqueeze(-1), 0.0)
+    return made
 
 
 def _load(x: Tensor, kv_heads: int, descale: Tensor | None = None) -> Tensor:
