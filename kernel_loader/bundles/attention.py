@@ -62,8 +62,8 @@ builds keeps to what those do:
 - vllm_flash_attn3: s_aux is bfloat16, and there are at most 64 heads. A row that sees nothing may have an lse of -inf.
 - rotary_cos and rotary_sin have the dtype of q, are contiguous, and turn a multiple of 16 dims. They have as many
   places as the cache in flash_attn2 and, with pages, in the others.
-- A varlen backward leaves gradients unwritten in rows that are of no sequence, or past seqused_q and seqused_k; a guard of
-  the manifest makes them zeros.
+- A varlen backward leaves gradients unwritten in rows that are of no sequence, or past seqused_q and seqused_k; a
+  guard of the manifest makes them zeros.
 - flash_attn2: packed, with H > Hk, max_seqlen_q = 1 and neither window nor slopes, q has exactly one row a sequence:
   with a sequence of none, or spare rows, it raises or gives rows to other sequences.
 - flash_attn3 and vllm_flash_attn3 return more tensors after lse from `flash_attn_with_kvcache`.

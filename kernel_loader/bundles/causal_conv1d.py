@@ -10,9 +10,9 @@ come the inputs of a state, or zeros.
 Source: Gu and Dao, Mamba (arXiv:2312.00752), 3.4, for the place of the convolution in a block; parameter names, layouts
 and the circular buffer are those of kernels-community/causal-conv1d.
 
-A row of `conv_state_indices` that is not there is a ValueError of the reference on the CPU, outside of graphs, and is not
-looked at elsewhere. The reference build does the rest too. Published builds (version 1) do behind the guards of the manifest, with these
-exceptions:
+A row of `conv_state_indices` that is not there is a ValueError of the reference on the CPU, outside of graphs, and is
+not looked at elsewhere. The reference build does the rest too. Published builds (version 1) do behind the guards of the
+manifest, with these exceptions:
 
 - W is 2, 3 or 4; weight and bias have one dtype.
 - With final states there is at least one row, channel and position.

@@ -26,11 +26,12 @@ with these exceptions:
   contiguous (B, T, heads, D).
 - The loss multiplies, and sums the gradients to its weights, in the dtype of `hidden_states`, or under autocast in that
   of autocast; the reference does both in float32, whatever autocast says. It gives the weights none where
-  `hidden_states` need none, wants these contiguous, fails without a token, breaks the graph under torch.compile, and cannot be
-  captured in a CUDA graph, since it counts labels on the host. With a cap, classes that pad its blocks count as if their
-  score were minus the cap: with few classes and a small cap the loss is too large, and its gradients are off.
-  Its backward scales in place the gradients that forward made: unless the gradient to it is 1, a second backward
-  (`retain_graph=True`) scales them twice. Other errors tell what is wrong; shapes and labels are not looked at.
+  `hidden_states` need none, wants these contiguous, and fails without a token. It counts labels on the host, so that it
+  breaks the graph under torch.compile and cannot be captured in a CUDA graph. With a cap, classes that pad its blocks
+  count as if their score were minus the cap: with few classes and a small cap the loss is too large, and its gradients
+  are off. Its backward scales in place the gradients that forward made: unless the gradient to it is 1, a second
+  backward (`retain_graph=True`) scales them twice. Other errors tell what is wrong; shapes and labels are not looked
+  at.
 - Compiled graphs that contain LigerRMSNorm are known to differ, so that it does not say that it can be compiled.
 - The tiled layers, LigerLinear included, want two dimensions or more.
 

@@ -223,8 +223,8 @@ def _scores(query: Tensor, key: Tensor, places: Tensor, at: Tensor, span: Span, 
 def _weighed(weights: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
     """The product of weights (Hk, G, N, M) and x (Hk, G or 1, M, D), in which `hidden` (N, M) pairs have no part.
 
-    Their weights are zero, which is enough unless x is infinite or NaN. Rows where it is are added one by one; on the CPU
-    alone, as others would have to be waited for.
+    Their weights are zero, which is enough unless x is infinite or NaN. Rows where it is are added one by one, on the
+    CPU alone, as others would have to be waited for.
     """
     if x.device.type != "cpu" or bool((finite := x.isfinite()).all()):
         return weights @ x
