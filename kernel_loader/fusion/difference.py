@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernel_loader.errors import RequestError
-from kernel_loader.fusion.live import fused_in
+from kernel_loader.fusion.fused import fused_in
 
 
 class Difference(NamedTuple):
