@@ -25,6 +25,8 @@ logger = logging.getLogger("kernel_loader")
 
 UNCHANGED: Final = "Nothing was changed. Correct the configuration, the layout or the model."
 
+_LIST: Final = "It is a list of WeightConverter, as an attribute of the layout or of its class."
+
 # Where modules and parameters keep what is called at some time.
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -95,8 +97,8 @@ def draft_of(parent: nn.Module, children: Sequence[str], names: Sequence[str], c
         reasons = _wrapped(children, originals, frozenset())
         reasons += [f"{cls.__qualname__} cannot be made of {', '.join(children)} ({type(error).__name__}: {error})"]
         raise FusionError(tuple(reasons), UNCHANGED) from error
-    mapping = getattr(layout, "conversion_mapping", ())
-    conversion = compose([_located(c, dict(zip(names, children, strict=True)), children[0]) for c in mapping])
+    located = dict(zip(names, children, strict=True))
+    conversion = compose([_located(converter, located, children[0]) for converter in _mapping_of(layout)])
     stay = frozenset(id(module) for module in layout.modules())
     problems = _wrapped(children, originals, stay) + _hooked(children, originals, stay)
     if problems:
@@ -106,6 +108,21 @@ def draft_of(parent: nn.Module, children: Sequence[str], names: Sequence[str], c
     if problems := [*_unfit_weights(draft), *_differences(draft)]:
         raise FusionError(tuple(problems), UNCHANGED)
     return draft
+
+
+def _mapping_of(layout: nn.Module) -> Sequence[WeightConverter]:
+    """The converters of a layout; none where it has none."""
+    name, cls = "conversion_mapping", type(layout).__qualname__
+    if name not in vars(layout) and not hasattr(type(layout), name):
+        return ()
+    try:
+        mapping = getattr(layout, name)
+        found = tuple(mapping)
+    except Exception as error:  # of a property, or of what is no list
+        raise FusionError((f"{cls}.{name} cannot be read ({type(error).__name__}: {error})",), _LIST) from error
+    if strangers := [one for one in found if not isinstance(one, WeightConverter)]:
+        raise FusionError((f"{cls}.{name} has {strangers[0]!r}, which is no WeightConverter",), _LIST)
+    return found
 
 
 def _located(converter: WeightConverter, names: dict[str, str], first: str) -> WeightConverter:

@@ -86,14 +86,19 @@ class ConvertedModule:
 
     def plan_of(self, module: nn.Module) -> Plan:
         """From the original layout to the module, as its own parameters and buffers have it."""
+        return self._plans(module)[2]
+
+    def _plans(self, module: nn.Module) -> tuple[dict[str, Any], Plan, Plan]:
+        """What a module has, the way from that to the original layout, and the way there."""
         own: dict[str, Any] = OrderedDict()
         # Not `module.state_dict`, which would come back here; this is the part of it that modules may override.
         module._save_to_state_dict(own, "", keep_vars=False)  # noqa: SLF001
         for name, child in module._modules.items():  # noqa: SLF001 - named_children leaves out what is there twice
             if child is not None:
                 child.state_dict(destination=own, prefix=f"{name}.")
-        back = plan(specs_of({self._prefix + name: value for name, value in own.items()}), self._converters.inverse())
-        return plan(back.targets, self._converters)
+        own = {self._prefix + name: value for name, value in own.items()}
+        back = plan(specs_of(own), self._converters.inverse())
+        return own, back, plan(back.targets, self._converters)
 
     def _before_load(
         self,
@@ -106,14 +111,14 @@ class ConvertedModule:
         unexpected_keys: list[str],  # noqa: ARG002
         error_msgs: list[str],
     ) -> None:
-        steps = self.plan_of(module)
+        own, back, steps = self._plans(module)
         found = {self._prefix + key[len(prefix) :]: state_dict[key] for key in state_dict if key.startswith(prefix)}
         self._absent = []
         made: dict[str, Tensor] = {}
         for group in steps.groups:
             if _is_converted(group, steps, found):
                 continue
-            there = {name: found[name] for name in group.sources if name in found}
+            there = {name: _fitting(found[name], steps.sources[name]) for name in group.sources if name in found}
             for key in self._local(tuple(there), prefix):
                 del state_dict[key]
             missing = tuple(name for name in group.sources if name not in there)
@@ -123,7 +128,13 @@ class ConvertedModule:
                 if (text := _misfit(key, tensor, steps.sources[name]))
             ]
             error_msgs += wrong
-            if missing or wrong:
+            if missing and there and not wrong and all(converter.exact for converter in group.converters):
+                # What is not there stays as it is, and is missing all the same.
+                original = next(one for one in back.groups if {*missing} <= {*one.targets}).run(own)
+                device = next(iter(there.values())).device
+                there |= {name: original[name].to(device) for name in missing}
+                self._absent.append(_Absent((), self._local(missing, prefix)))
+            elif missing or wrong:
                 self._absent.append(_Absent(self._local(group.targets, prefix), self._local(missing, prefix)))
                 continue
             try:
@@ -170,6 +181,13 @@ def _is_converted(group: Group, steps: Plan, found: Mapping[str, Any]) -> bool:
     specs = specs_of(found)
     as_source = all(specs[name] == steps.sources[name] for name in group.sources)
     return not as_source and all(specs[name] == steps.targets[name] for name in group.targets)
+
+
+def _fitting(tensor: object, expected: TensorSpec | None) -> Any:  # noqa: ANN401 - as the state dict has it
+    """In the dtype that it would be copied to, so that tensors of one group have one."""
+    if isinstance(tensor, Tensor) and expected is not None and tensor.dtype != expected.dtype:
+        return tensor.to(expected.dtype)
+    return tensor
 
 
 def _misfit(key: str, tensor: object, expected: TensorSpec | None) -> str:

@@ -93,6 +93,8 @@ class Checkpoint:
             with _opened(root / file) as opened:
                 metadata = {**(opened.metadata() or {}), **metadata}
                 there = set(opened.keys())
+                unnamed = sorted(there.difference(names)) if names else []
+                problems += [f"{name} is in {file}, and {INDEX} does not name it" for name in unnamed]
                 for name in names or sorted(there):
                     if name not in there:
                         problems.append(f"{name} is not in {file}, where {INDEX} says it is")
@@ -102,8 +104,11 @@ class Checkpoint:
                         problems.append(f"{name} in {file} has dtype {part.get_dtype()}, which is not known here")
                         continue
                     file_of[name], specs[name] = file, TensorSpec(tuple(part.get_shape()), dtype)
+        # They would lie beside, or on, what is written.
+        strange = sorted(file.name for file in root.glob("[!.]*.safetensors") if file.name not in names_in)
+        problems += [f"{file} holds tensors, and is no part of the checkpoint" for file in strange]
         if problems:
-            raise FusionError(tuple(problems), "Bring the checkpoint here again, whole.")
+            raise FusionError(tuple(problems), "Bring the checkpoint here again, whole, and nothing else.")
         return cls(root, file_of, {name: specs[name] for name in wanted or specs}, metadata, index)
 
     @property
@@ -251,6 +256,11 @@ def _opened(file: Path) -> safe_open:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, FileNotFoundError) as error:
         raise FusionError((f"{file} cannot be read ({error})",), "Bring the checkpoint here again, whole.") from error
+    except (MemoryError, RuntimeError) as error:
+        problem = f"{file} cannot be mapped into memory ({str(error) or 'there is too little'})"
+        raise FusionError(
+            (problem,), "Let the process have address space for it, or convert smaller shards."
+        ) from error
 
 
 def _write(write: Callable[[Any], int], tensor: Tensor) -> None:

@@ -87,6 +87,24 @@ def listing(root: Path):
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
+def test_tensors_that_the_index_does_not_name_are_refused(tmp_path):
+    save(tmp_path / "in", weights(layers=1), files=2)
+    index = json.loads((tmp_path / "in" / INDEX).read_text())
+    file = index["weight_map"].pop("embed.weight")
+    (tmp_path / "in" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(FusionError, match=f"embed.weight is in {file}, and {INDEX} does not name it"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", EXPERTS)
+
+
+@pytest.mark.parametrize("stray", ["model.safetensors", "model-00002-of-00007.safetensors", "old.safetensors"])
+def test_tensors_beside_a_checkpoint_are_refused_and_never_copied_over_what_is_written(tmp_path, stray):
+    save(tmp_path / "in", weights(layers=1), files=3)
+    save_file({"embed.weight": torch.zeros(1)}, tmp_path / "in" / stray)
+    with pytest.raises(FusionError, match=f"{stray} holds tensors, and is no part of the checkpoint"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", EXPERTS)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("files", [1, 5])
 @pytest.mark.parametrize("size", [1, 100, 600, 10**9])
 def test_a_checkpoint_is_converted_and_reverted_bit_for_bit(tmp_path, files, size):

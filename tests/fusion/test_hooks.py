@@ -140,10 +140,18 @@ def test_shapes_that_differ_are_told_of_the_original(fused, plain):
     assert "Missing" not in str(caught.value)
 
 
-def test_dtypes_that_differ_between_sources_are_told(fused, plain):
+def test_sources_of_several_dtypes_are_cast_as_ever(fused, plain):
     plain["mlp.up.weight"] = plain["mlp.up.weight"].half()
-    with pytest.raises(RuntimeError, match="expected tensors of one dtype and shape but for dimension 0"):
-        fused.load_state_dict(plain)
+    fused.load_state_dict(plain)
+    assert same(fused.state_dict(), plain | {"mlp.up.weight": plain["mlp.up.weight"].float()})
+
+
+def test_what_is_there_of_a_group_is_loaded_and_the_rest_stays(fused, plain):
+    before = {name: tensor.clone() for name, tensor in fused.state_dict().items()}
+    given = {name: torch.ones_like(tensor) for name, tensor in plain.items() if name != "mlp.up.weight"}
+    result = fused.load_state_dict(given, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["mlp.up.weight"], [])
+    assert same(fused.state_dict(), {name: given.get(name, tensor) for name, tensor in before.items()})
 
 
 def test_a_checkpoint_of_another_dtype_is_cast_as_ever(fused, plain):

@@ -814,3 +814,31 @@ def test_a_layer_of_a_type_is_fused_by_itself():
     fuse(layer, KernelConfig({(("RMSNorm", "post_attention_layernorm"), ("MLP", "mlp")): "rmsnorm_mlp:RMSNormMLP"}))
     assert type(layer.mlp) is nn.Identity
     assert isinstance(unfuse(layer).mlp, GatedMLP)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        (["x"], "has 'x', which is no WeightConverter"),
+        (None, "cannot be read (TypeError: 'NoneType' object is not iterable)"),
+        (property(lambda self: self.nothing), "cannot be read (AttributeError: "),
+    ],
+)
+def test_a_layout_whose_conversion_is_none_is_refused_by_name(mapping, said):
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    class PairLayout(nn.Module):
+        conversion_mapping = mapping
+
+        def __init__(self, first, second):
+            super().__init__()
+
+        def forward(self, x):
+            return x
+
+    with pytest.raises(FusionError) as caught:
+        make_parent_class_for_kernel_fusion(Parent, ["first", "second"], PairLayout)()
+    assert "PairLayout.conversion_mapping " + said in str(caught.value)
