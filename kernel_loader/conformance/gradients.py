@@ -76,7 +76,9 @@ def _gradients(
     if not entry.gradients:
         raise Skipped("no gradient is promised")
     drawn = subject.inputs(seed)
-    keys = drawn.tensors(entry.gradients)
+    keys = drawn.tensors(entry.gradients, subject.positions)
+    if not keys:
+        raise Skipped("no argument of the case gets a gradient")
     own = memory.inputs(drawn) if memory is not None else drawn.map(copy_of)
     ours, theirs = own.replace(keys, _leaf), drawn.map(copy_of).replace(keys, _wide_leaf)
     want = _floats(theirs.call(entry.formula))

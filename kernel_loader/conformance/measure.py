@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernel_loader import api
-from kernel_loader.conformance.grid import Draw, Entry, Inputs, Work, tensors_in
+from kernel_loader.arguments import each
+from kernel_loader.conformance.grid import Draw, Entry, Inputs, Work, positions_of, tensors_in
 from kernel_loader.conformance.plan import grid_of, has, load, usable
 from kernel_loader.conformance.roof import Roof, called, measure_roof, seconds, wall_seconds
 from kernel_loader.conformance.subject import as_function
@@ -65,7 +66,7 @@ def bench(
     kernel: str | type,
     *,
     device: str | None = None,
-    only: Iterable[str] = (),
+    only: Iterable[str] | str = (),
     sizes: Sequence[Sizes] = (),
     watch: Callable[[Timing], None] | None = None,
 ) -> Measured:
@@ -82,7 +83,7 @@ def bench(
         RequestError: the kernel has no grid, or the grid names no problems for what was asked, or not of these sizes.
         As `load_kernel`.
     """
-    only, grid = frozenset(only), grid_of(kernel)
+    only, grid = frozenset(each(only, "only")), grid_of(kernel)
     if unknown := only - {entry.entrypoint for entry in grid}:
         known = ", ".join(dict.fromkeys(entry.entrypoint for entry in grid))
         raise RequestError(f"the grid has no entrypoint {min(unknown)!r}", f"It has {known}.")
@@ -122,6 +123,10 @@ def prewarm(
         RequestError: the bundle was not loaded here, or its grid has no such entrypoint or sizes. Nothing was called.
     """
     origin = api.origin(bundle)
+    given: object = shapes
+    if not isinstance(given, Mapping):
+        advice = 'It is a table of entrypoint -> problems: {"fp8_matmul": [{"m": 16, "n": 4096, "k": 7168}]}.'
+        raise RequestError(f"shapes={given!r} was given", advice)
     where = usable(device)
     ready = []
     for entrypoint, problems in shapes.items():
@@ -168,7 +173,9 @@ def _first(function: Callable[..., Any], inputs: Inputs, gradients: Sequence[int
     if not gradients:
         with torch.no_grad():
             return wall_seconds(lambda: inputs.call(function), device)
-    leaves = inputs.replace(inputs.tensors(gradients), lambda value: value.detach().clone().requires_grad_())
+    leaves = inputs.replace(
+        inputs.tensors(gradients, positions_of(function)), lambda value: value.detach().clone().requires_grad_()
+    )
 
     def both_ways() -> None:
         outputs: list[Tensor] = [tensor for tensor in tensors_in(leaves.call(function)) if tensor.requires_grad]

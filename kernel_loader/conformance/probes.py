@@ -92,7 +92,7 @@ def _memory(subject: Subject) -> Difference:
     with torch.no_grad(), memory:
         got = subject.results(subject.function, inputs)
     synchronise(subject.device)
-    written = tuple(tensor for key in subject.entry.mutates for tensor in tensors_in(inputs[key]))
+    written = tuple(tensor for value in subject.written(inputs) for tensor in tensors_in(value))
     if damage := memory.damage(written):
         return Difference(math.inf, damage)
     return subject.differs(got, want, drawn)
@@ -179,7 +179,7 @@ def _graph(subject: Subject) -> Difference:
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
         got = of_build(lambda: inputs.call(subject.function))
-    mutated = [id(tensor) for key in subject.entry.mutates for tensor in tensors_in(inputs[key])]
+    mutated = [id(tensor) for value in subject.written(inputs) for tensor in tensors_in(value)]
     for tensor in tensors_in(got):
         if id(tensor) not in mutated:
             _poison(tensor)

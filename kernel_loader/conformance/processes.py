@@ -106,7 +106,9 @@ def _await_start(ours: Connection, process: Any) -> None:  # noqa: ANN401 - of m
         process.join(_PATIENCE)
         message = f"it ended ({_exit(process.exitcode)}) before it was ready"
     if message is not _Sign.READY:
-        raise RequestError(f"a process of the check could not start: {message}", "`--processes 0` works in this one.")
+        raise RequestError(
+            f"a process of the check could not start: {message}", "`--processes 0` works in this process."
+        )
 
 
 def _received(
@@ -143,7 +145,7 @@ def _next(ours: Connection, end: float, deadline: float, process: Any) -> object
     except EOFError:
         process.join(_PATIENCE)
         return f"the process ended ({_exit(process.exitcode)})"
-    return f"it was not done after {deadline:.0f} s"
+    return f"it was not done after {deadline:g} s"
 
 
 def _exit(code: int | None) -> str:

@@ -6,8 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from kernel_loader import api
+from kernel_loader.arguments import each
 from kernel_loader.conformance.grid import MODES, Grid, Mode
-from kernel_loader.conformance.plan import Plan, default_device, findings_of, grid_of, jobs_of, load, usable
+from kernel_loader.conformance.plan import (
+    Plan,
+    default_device,
+    findings_of,
+    grid_of,
+    jobs_of,
+    load,
+    refuse_what_selects_nothing,
+    usable,
+)
 from kernel_loader.conformance.processes import isolated
 from kernel_loader.conformance.subject import Finding
 from kernel_loader.errors import RequestError
@@ -47,8 +57,8 @@ def check(
     kernel: str | type,
     *,
     device: str | None = None,
-    modes: Iterable[Mode] = MODES,
-    only: Iterable[str] = (),
+    modes: Iterable[Mode] | Mode = MODES,
+    only: Iterable[str] | str = (),
     deadline: float = _DEADLINE,
     processes: int = 1,
     watch: Callable[[Finding], None] | None = None,
@@ -61,19 +71,20 @@ def check(
         kernel: a registered name, "name@version", "name@revision", or a bundle class.
         device: where inputs lie, such as "cuda"; by default what this machine computes on. "cpu" loads what a machine
             without an accelerator would.
-        modes: "eager", "compile", "graph" (CUDA graphs) and "backward".
-        only: entrypoints ("fp8_matmul") or cases of them ("fp8_matmul/one row"); all if empty.
+        modes: some of "eager", "compile", "graph" (CUDA graphs) and "backward", or one of them.
+        only: entrypoints ("fp8_matmul") or cases of them ("fp8_matmul/one row"), or one of these; all if empty.
         deadline: seconds that one case may take in one mode.
         processes: how many other processes work at a time, one being started again after a case that ends it or its
             device. 0 works in this one.
         watch: told of each finding when it is there.
 
     Raises:
-        RequestError: the kernel has no grid, or what was asked for is not in it.
+        RequestError: the kernel has no grid, what was asked for is not in it, nothing would be looked at, or an entry
+            of the grid is wrong.
         As `load_kernel`.
     """
     grid = grid_of(kernel)
-    modes = tuple(modes)
+    modes, only = each(modes, "modes"), each(only, "only")
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise RequestError(f"there is no mode {unknown[0]!r}", f"There are {', '.join(MODES)}.")
     device = device if device is not None else default_device()
@@ -82,7 +93,8 @@ def check(
     if not processes:
         usable(device)
     bundle, reference = load(kernel, device)
-    plan = Plan(kernel, device, jobs_of(kernel, bundle, grid, modes, tuple(only)))
+    plan = Plan(kernel, device, jobs_of(kernel, bundle, grid, modes, only))
+    refuse_what_selects_nothing(plan.jobs, grid, bundle)
     origin = api.origin(bundle)
     here = (finding for job in plan.jobs for finding in findings_of(job, plan, grid, bundle, reference))
     findings = []

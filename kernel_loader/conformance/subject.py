@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kernel_loader.conformance.compare import Difference, Skipped, compare
-from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, tensors_in
+from kernel_loader.conformance.grid import Case, Draw, Entry, Inputs, Mode, positions_of, tensors_in
 from kernel_loader.conformance.memory import copy_of
 
 Status = Literal["passed", "failed", "skipped"]
@@ -82,6 +82,11 @@ class Subject(NamedTuple):
     reference: Call | None
     device: torch.device
 
+    @property
+    def positions(self) -> dict[str, int]:
+        """Parameter -> its position, by the signatures of the entrypoint and of the formula."""
+        return positions_of(self.function, self.reference, self.entry.formula)
+
     def inputs(self, seed: int = SEED, device: torch.device | None = None) -> Inputs:
         """The arguments of the call."""
         return self.case.make(Draw(device or self.device, seed))
@@ -96,12 +101,17 @@ class Subject(NamedTuple):
             return self.with_mutated(inputs.call(function), inputs)
         return self.with_mutated(of_build(lambda: inputs.call(function)), inputs)
 
+    def written(self, inputs: Inputs) -> tuple[Any, ...]:
+        """The arguments that the entrypoint writes."""
+        positions = self.positions if self.entry.mutates else {}
+        return tuple(inputs[inputs.place(key, positions)] for key in self.entry.mutates)
+
     def with_mutated(self, returned: Any, inputs: Inputs) -> Any:  # noqa: ANN401 - any structure
         """What was returned, in a form that can be compared, and after it the arguments that were written."""
         entry = self.entry
         if entry.canonical is not None:
             returned = entry.canonical(returned)
-        return (returned, *(inputs[key] for key in entry.mutates)) if entry.mutates else returned
+        return (returned, *self.written(inputs)) if entry.mutates else returned
 
     def want(self, inputs: Inputs) -> Any:  # noqa: ANN401 - any structure
         """What is right for the inputs. They are not written to."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import kernel_loader
-from kernel_loader.conformance import Case, Entry, Inputs, Work, report
+from kernel_loader.conformance import Case, Entry, Inputs, Tolerance, Work, report
 from kernel_loader.conformance.grid import Draw, map_tensors, tensors_in
 from kernel_loader.conformance.measure import bench, prewarm
 from kernel_loader.conformance.plot import roofline
@@ -285,6 +285,7 @@ def test_the_command_line_answers_in_json(kernel):
         (("routed", "--only", "nonsense"), 1, "Its entrypoints are routed"),
         (("routed", "--device", "nonsense"), 1, "nothing can be computed on nonsense"),
         (("routed", "--deadline", "0"), 2, "deadline"),
+        (("routed", "--mode", ""), 1, "no mode ''"),
         (("nonsense",), 1, "nonsense"),
         (("tests.conformance.test_check:Nonsense",), 2, "cannot be imported"),
         (("tests.conformance.test_check:run",), 2, "is no class"),
@@ -425,3 +426,139 @@ def test_structures_are_walked_in_order():
     assert [id(t) for t in tensors_in(inputs)] == [id(t) for t in (a, b, c)]
     assert inputs[0] is a
     assert inputs["k"] is c
+
+
+def scaled_rows(x, scale):
+    return x.double() * scale.double()[:, None]
+
+
+NAMED_ENTRY = Entry(
+    entrypoint="routed",
+    formula=scaled_rows,
+    gradients=("scale",),
+    tolerance=Tolerance(row=1e-5),
+    cases=(Case("rows", lambda draw: Inputs(draw.normal(3, 4), draw.uniform(3))),),
+)
+NAMED_GRID = (NAMED_ENTRY,)
+ROWS = "def routed(x, scale):\n    return x * scale[:, None]\n"
+
+
+@pytest.fixture
+def named(kernel, monkeypatch):
+    """Check the rows kernel, its entry changed, in this process."""
+
+    def with_entry(source: str = ROWS, modes: Any = ("eager", "backward"), only: Any = (), **changed: Any) -> Any:
+        monkeypatch.setattr(sys.modules[__name__], "NAMED_GRID", (dataclasses.replace(NAMED_ENTRY, **changed),))
+        name = kernel(source, grid="tests.conformance.test_check:NAMED_GRID")
+        return check(name, modes=modes, only=only, processes=0)
+
+    return with_entry
+
+
+@pytest.mark.parametrize("gradients", [("scale",), "scale", ("x", "scale"), (1, "x"), 1])
+def test_a_parameter_that_is_given_by_position_gets_its_gradient_by_name(named, gradients):
+    assert named(gradients=gradients).failed == ()
+    checked = named(ROWS.replace("scale[", "scale.detach()["), gradients=gradients)
+    assert {finding.mode for finding in checked.failed} == {"backward"}
+
+
+def test_a_parameter_has_the_name_that_the_entrypoint_or_the_formula_gives_it(named):
+    source = "def routed(x, s):\n    return x * s.detach()[:, None]\n"
+    for name in ("s", "scale"):
+        assert {finding.mode for finding in named(source, gradients=name).failed} == {"backward"}
+
+
+@pytest.mark.parametrize("key", ["xx", 7, "7", "scale.weight", "x.weight"])
+@pytest.mark.parametrize("of", ["gradients", "mutates"])
+def test_what_selects_no_tensor_is_refused(named, key, of):
+    with pytest.raises(RequestError, match=rf"{of} of routed names the argument {key!r}, and no case has a tensor"):
+        named(**{of: (key,)})
+
+
+def test_what_selects_no_floats_gets_no_gradient(named):
+    case = Case("rows", lambda draw: Inputs(draw.normal(3, 4), draw.integers(1, 3, 3)))
+    with pytest.raises(RequestError, match="'scale', and no case has a tensor of floats"):
+        named(cases=[case])
+
+
+def test_an_argument_that_is_written_may_be_named_by_its_parameter(named):
+    source = "def routed(x, scale):\n    x.mul_(scale[:, None])\n"
+    checked = named(
+        source, modes="eager", gradients=(), mutates="x", formula=lambda x, scale: (None, x * scale[:, None])
+    )
+    assert checked.failed == ()
+
+
+def test_a_case_without_an_argument_that_gets_a_gradient_is_not_called_passed(named):
+    plain = Case("plain", lambda draw: Inputs(draw.normal(3, 4)))
+    source = "def routed(x, scale=None):\n    return x if scale is None else x * scale[:, None]\n"
+    checked = named(
+        source,
+        modes="backward",
+        cases=[plain, *NAMED_ENTRY.cases],
+        formula=lambda x, scale=None: x.double() if scale is None else scaled_rows(x, scale),
+    )
+    assert {(f.case, f.status) for f in checked.findings} == {("plain", "skipped"), ("rows", "passed")}
+
+
+def test_a_check_that_would_look_at_nothing_is_refused(named):
+    with pytest.raises(RequestError, match="no case of routed"):
+        named(cases=())
+    with pytest.raises(RequestError, match="nothing would be looked at"):
+        named(modes=())
+
+
+def test_one_text_is_one_name(named):
+    checked = named(modes="eager", only="routed/rows")
+    assert {(finding.mode, finding.case) for finding in checked.findings} == {("eager", "rows")}
+    with pytest.raises(RequestError, match="modes=None"):
+        named(modes=None)
+    with pytest.raises(RequestError, match="the grid has no entrypoint 'nonsense'"):
+        bench("routed", only="nonsense")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tolerance": Tolerance("x")}, "a Tolerance of numbers"),
+        ({"tolerance": Tolerance(-1)}, "a Tolerance of numbers"),
+        ({"tolerance": 1e-2}, r"tolerance=0\.01; it is a Tolerance"),
+        ({"tolerance": None}, "tolerance=None; it is a Tolerance"),
+        ({"gradient_tolerance": 1}, "gradient_tolerance=1; it is a Tolerance"),
+        ({"cases": [Case("x", "y")]}, "it is Case\\(name, function"),
+        ({"cases": Case("x", Inputs)}, "no list of Case"),
+        ({"cases": 3}, "no list of Case"),
+        ({"cases": ["x"]}, "the case 'x'"),
+        ({"formula": None}, "formula=None"),
+        ({"gradients": (1.5,)}, "the argument 1.5"),
+        (
+            {"cases": [Case("rows", lambda draw: (draw.normal(2), 3))]},
+            "routed/rows draws a tuple. A case returns Inputs",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_grid_is_said_before_anything_is_called(named, changed, said):
+    with pytest.raises(RequestError, match=said):
+        named(**changed)
+
+
+def test_a_mistake_in_a_case_is_a_finding_as_before(named):
+    checked = named(cases=[Case("rows", lambda draw: draw.nonsense())], modes="eager")
+    assert {finding.status for finding in checked.failed} == {"failed"}
+
+
+def test_cases_are_listed_where_the_entrypoint_is_known(named):
+    with pytest.raises(RequestError, match=r"no 'routed/none'. The cases of that entrypoint are 'rows'\."):
+        named(only="routed/none")
+
+
+@pytest.mark.parametrize("shapes", [[], 3, "routed"])
+def test_prewarm_wants_a_table(kernel, shapes):
+    bundle = kernel_loader.load_kernel(kernel(RIGHT))
+    with pytest.raises(RequestError, match="a table of entrypoint -> problems"):
+        prewarm(bundle, shapes, device="cpu")
+
+
+def test_a_short_deadline_is_told_as_it_was_given(kernel):
+    status, out, _ = run("check", kernel(RIGHT), "--mode", "eager", "--only", "routed/a row", "--deadline", "0.0001")
+    assert (status, "it was not done after 0.0001 s" in out) == (1, True)
