@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final, cast, get_args
 
 from kernel_loader.errors import ManifestError
@@ -12,6 +12,7 @@ from kernel_loader.rules import Advisory, Effect
 
 FILE_NAME: Final = "advisories.toml"
 
+_REPOSITORY: Final = "a repository id (organisation/name)"
 _ID: Final = r"[a-z0-9][a-z0-9\-]*"
 _SPECIFIERS: Final = ("versions", "devices", "capability", "no-cuda-toolkit")
 _NEEDED: Final = frozenset({"id", "repo", "effect", "fault", "remedy", "source"})
@@ -46,6 +47,37 @@ def parse(text: str, file: str, repo: str | None = None) -> tuple[Advisory, ...]
     Raises:
         ManifestError: not TOML, an unknown key, a missing one, a value of the wrong form, or an id that stands twice.
     """
+    read: dict[str, Advisory] = {}
+    for node in _tables(text, file):
+        if repo is not None and isinstance(node.value, dict) and node.value.get("repo") != repo:
+            continue
+        advisory = _advisory(node)
+        if advisory.id in read:
+            node.error(f"there is another advisory {advisory.id}")
+        read[advisory.id] = advisory
+    return tuple(read.values())
+
+
+def check_repositories(text: str, file: str) -> None:
+    """Hold the repository of every advisory against its form: one that is none would never be looked for.
+
+    A file that is not TOML is told of where a kernel is loaded that it speaks of.
+
+    Raises:
+        ManifestError: an advisory names no repository.
+    """
+    try:
+        tables = tuple(_tables(text, file))
+    except ManifestError:
+        return
+    for node in tables:
+        keys = node.table()
+        if "repo" not in keys:
+            node.error("the key repo is missing")
+        keys["repo"].text(REPO, _REPOSITORY)
+
+
+def _tables(text: str, file: str) -> Iterator[Node]:
     import tomllib
 
     try:
@@ -54,15 +86,7 @@ def parse(text: str, file: str, repo: str | None = None) -> tuple[Advisory, ...]
         raise ManifestError(file, "", f"not TOML ({error})") from error
     root = Node(document, lambda path, detail: ManifestError(file, path, detail))
     keys = known(root, frozenset({"advisories"}))
-    read: dict[str, Advisory] = {}
-    for node in keys["advisories"].items() if "advisories" in keys else ():
-        if repo is not None and isinstance(node.value, dict) and node.value.get("repo") != repo:
-            continue
-        advisory = _advisory(node)
-        if advisory.id in read:
-            node.error(f"there is another advisory {advisory.id}")
-        read[advisory.id] = advisory
-    return tuple(read.values())
+    return keys["advisories"].items() if "advisories" in keys else iter(())
 
 
 def _advisory(node: Node) -> Advisory:
@@ -77,7 +101,7 @@ def _advisory(node: Node) -> Advisory:
     specifier = {name: read_specifier(keys[name]) for name in _SPECIFIERS if name in keys}
     return Advisory(
         id=keys["id"].text(_ID, "an id in lower case with dashes"),
-        repo=keys["repo"].text(REPO, "a repository id (organisation/name)"),
+        repo=keys["repo"].text(REPO, _REPOSITORY),
         effect=cast("Effect", effect),
         fault=keys["fault"].text(),
         remedy=keys["remedy"].text(r"[^a-z].*\.", "a sentence"),

@@ -395,8 +395,8 @@ def load_module(
         version: version of the repository (its branch `v<N>`).
         revision: branch, tag or commit, instead of a version; "main" when neither is given.
         backend: as in `load_kernel`.
-        trust_remote_code: False lets publishers pass that the Hub marks as trusted; a list of repository ids lets those
-            pass too; True lets all pass.
+        trust_remote_code: False lets publishers pass that the Hub marks as trusted; a list of repository ids, or one,
+            lets those pass too; True lets all pass.
 
     Raises:
         TrustError: code of the repository may not run here.
@@ -409,9 +409,9 @@ def load_module(
 
 
 def prefetch(
-    kernels: Iterable[str | type],
+    kernels: Iterable[str | type] | str | type,
     *,
-    hosts: Iterable[Host] | None = None,
+    hosts: Iterable[Host] | Host | None = None,
     all_variants: bool = False,
     trust_remote_code: bool | Collection[str] = False,
 ) -> list[Prefetched]:
@@ -419,8 +419,8 @@ def prefetch(
 
     Args:
         kernels: registered names, bundle classes, capabilities, or repositories ("org/name", "org/name@3",
-            "org/name@branch").
-        hosts: machines to choose builds for; this one by default.
+            "org/name@branch"); or one of them.
+        hosts: machines to choose builds for, or one; this one by default.
         all_variants: every build of the repository, not only the one that fits.
         trust_remote_code: as in `load_module`, for kernels that are given as repositories.
 

@@ -58,7 +58,7 @@ def bind(
     Raises:
         MissingEntrypoints: symbols that the bundle needs are not there; all of them are named.
         KernelImportError: a symbol, or a value that is computed at load, could not be had.
-        ManifestError: what should be guarded is no function.
+        ManifestError: what should be guarded is no function, or none that a guard is for.
     """
     found: dict[str, Any] = {}
     missing: list[str] = []
@@ -104,8 +104,10 @@ def _symbol(module: ModuleType, symbol: str) -> Any:  # noqa: ANN401 - a kernel'
 def _guarded(function: object, names: tuple[str, ...], field: str, manifest: Manifest) -> object:
     if not callable(function):
         raise ManifestError(manifest.file, f"guards.{field}", f"it is a {type(function).__name__}, and no function")
-    from kernel_loader.guards import Guarded  # few kernels have any
+    from kernel_loader.guards import Guarded, misfit  # few kernels have any
 
+    if said := next(filter(None, (misfit(function, name) for name in names)), ""):
+        raise ManifestError(manifest.file, f"guards.{field}", said)
     return Guarded(function, names)
 
 

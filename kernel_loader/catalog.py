@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kernel_loader.errors import ManifestError, SettingsError, UnknownKernel
+from kernel_loader.errors import ManifestError, RequestError, SettingsError, UnknownKernel
 from kernel_loader.manifest import Manifest, normalise
 from kernel_loader.resources import data_directory
 from kernel_loader.rules import Advisory
@@ -59,19 +59,27 @@ class Catalog:
 
         Raises:
             UnknownKernel: no manifest has that name.
+            RequestError: it is the name of a capability.
             ManifestError: the manifest cannot be used, or a class does not say which kernel it is for.
         """
         manifest = self.find(kernel)
         if manifest is None:
-            raise _unknown(str(kernel), self.names())
+            wanted = self.wanted(str(kernel))  # or else nothing has that name
+            advice = f"Name a kernel: `kernel-loader explain {wanted}` shows those that offer it."
+            raise RequestError(f"{wanted} is a capability, and a kernel is needed here", advice)
         return manifest
 
     def find(self, kernel: str | type) -> Manifest | None:
-        """As `get`; None for a text that is no registered name."""
+        """As `get`; None for a text that is no registered name.
+
+        Raises:
+            RequestError: it is neither a text nor a class.
+            ManifestError: as `get`.
+        """
         if isinstance(kernel, type):
             return self._of_class(kernel)
         if not isinstance(kernel, str):
-            raise UnknownKernel(repr(kernel))
+            raise _no_name(kernel)
         name = normalise(kernel)
         file = next((file for directory in self._directories() for file in _files(directory, name)), None)
         return self._checked(_read(file, _text(file))) if file is not None else None
@@ -81,18 +89,30 @@ class Catalog:
 
         Raises:
             UnknownKernel: no capability has that name, or it has no such feature.
+            RequestError: the brackets are wrong, or stand behind the name of a kernel.
             ManifestError: a `capabilities.toml` cannot be read, or gives a capability the name of a kernel.
         """
         from kernel_loader.capability import spelt
 
-        wanted = spelt(text)
-        if wanted is None or wanted.capability not in self.capabilities:
-            raise _unknown(text, (*self.names(), *self.capabilities))
-        features = self.capabilities[wanted.capability].features
+        capabilities, wanted = self.capabilities, spelt(text)
+        if wrong := self._wrong_brackets(text, wanted):
+            raise RequestError(f"{text!r} was given, {wrong}", "Features are asked for as in attention[varlen,sinks].")
+        if wanted is None or wanted.capability not in capabilities:
+            raise _unknown(text, (*self.names(), *capabilities))
+        features = capabilities[wanted.capability].features
         for unknown in (feature for feature in wanted.features if feature not in features):
             near = difflib.get_close_matches(unknown, features, n=3) or sorted(features)
             raise UnknownKernel(text, tuple(str(wanted.instead(unknown, feature)) for feature in near))
         return wanted
+
+    def _wrong_brackets(self, text: str, wanted: Wanted | None) -> str:
+        """What is wrong with the brackets of a text; empty where it has none, or nothing is."""
+        name, bracket, _ = text.partition("[")
+        if bracket and normalise(name.strip()) in self.names():
+            return f"and {name.strip()} is a kernel: capabilities alone have features"
+        if wanted is None:
+            return "whose brackets are not one pair at the end" if bracket or "]" in text else ""
+        return "with a feature that has no name" if "" in wanted.features else ""
 
     def offers(self, wanted: Wanted, kind: str) -> tuple[Offer, ...]:
         """The kernels of a capability in the order in which they are asked, each with what it lacks on a backend.
@@ -188,7 +208,11 @@ class Catalog:
     @functools.cached_property
     def _advisory_files(self) -> tuple[tuple[str, str], ...]:
         files = (directory / f"{_ADVISORIES}.toml" for directory in self._own)
-        return tuple((str(file), _text(file)) for file in files if file.is_file())
+        texts = tuple((str(file), _text(file)) for file in files if file.is_file())
+        for file, text in texts:
+            if Path(file).parent != self._shipped:
+                _check_repositories(text, file)
+        return texts
 
     def _of_class(self, cls: type) -> Manifest:
         where = f"{cls.__module__}:{cls.__qualname__}"
@@ -204,6 +228,11 @@ class Catalog:
         yield from self._own
         for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda e: (e.name, e.value)):
             yield from _package_directories(entry.value)
+
+
+def _no_name(given: object) -> RequestError:
+    detail = f"{type(given).__name__} object was given as the kernel"
+    return RequestError(detail, "Pass a name, a capability, or a bundle class (no object of one).")
 
 
 def _unknown(kernel: str, names: Iterable[str]) -> UnknownKernel:
@@ -240,6 +269,12 @@ def _about(repo: str, files: Iterable[tuple[str, str]]) -> tuple[Advisory, ...]:
     from kernel_loader.advisories import about
 
     return about(repo, files)
+
+
+def _check_repositories(text: str, file: str) -> None:
+    from kernel_loader.advisories import check_repositories
+
+    check_repositories(text, file)
 
 
 def _text(file: Path) -> str:

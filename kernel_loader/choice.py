@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, SourceError
+from kernel_loader.errors import HubUnavailable, KernelLoaderError, NoCompatibleBuild, NotCached, SourceError
 from kernel_loader.host import Host
 from kernel_loader.manifest import Manifest, normalise
 from kernel_loader.provenance import REFERENCE
-from kernel_loader.resolver import Candidate, Resolution, Verdict, resolve
+from kernel_loader.resolver import Candidate, Resolution, Verdict, resolve, said_of_all
 from kernel_loader.rules import Advisory, version_of
 from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Listing, LocalDirectories, Request, Source, embedded
@@ -152,21 +152,38 @@ class Chooser:
             raise NoCompatibleBuild(found.resolution.repo, found.resolution)
         return _choice(found)._replace(why=why, warnings=(warning,) if warning else ())
 
-    def resolve(self, ask: Ask, host: Host) -> Resolution:
-        """What fits a host."""
+    def resolve(self, ask: Ask, host: Host, *, partly: bool = False) -> Resolution:
+        """What fits a host. With `partly`, a repository that cannot be asked leaves the rest to be told.
+
+        Raises:
+            SourceError: a repository cannot be asked, unless `partly`.
+        """
         host = host.select(ask.backend)
-        looked = self._look(ask.manifest, host)
+        looked = self._look(ask.manifest, host, partly=partly)
+        doubt = looked[-1].resolution.undecided
+        if doubt and ask.fallback == "reference" and ask.manifest.reference is not None:
+            # As `load` has it: what cannot be had leaves the reference.
+            looked[-1] = looked[-1]._replace(resolution=looked[-1].resolution._replace(undecided=""))
         resolution = _together(looked)
         if looked[-1].resolution.chosen is None and ask.manifest.reference is not None:
             resolution = resolution._replace(reference=self._look_embedded(ask.manifest, host).resolution)
         # What the first repository made needless to ask is shown all the same.
+        why = "it is asked where no build above fits" if doubt else "it is not asked, since a build above fits"
         unasked = [
-            Resolution(str(request_of(other)), host, note="it is not asked, since a build above fits")
-            for other in ask.manifest.alternatives[len(looked) - 1 :]
+            Resolution(str(request_of(other)), host, note=why) for other in ask.manifest.alternatives[len(looked) - 1 :]
         ]
         return resolution._replace(alternatives=(*resolution.alternatives, *unasked))
 
-    def among(self, wanted: Wanted, offers: Sequence[Offer], host: Host, backend: str | None) -> Resolution:
+    def among(
+        self,
+        wanted: Wanted,
+        offers: Sequence[Offer],
+        host: Host,
+        backend: str | None,
+        fallback: Fallback | None = None,
+        *,
+        partly: bool = False,
+    ) -> Resolution:
         """Which kernel serves a capability, and what of it fits a host.
 
         The first that offers what is wanted and has a build; only where none has, the first whose reference fits.
@@ -176,13 +193,23 @@ class Chooser:
             offers: its kernels, in the order in which they are asked.
             host: the machine.
             backend: as in `Ask`.
+            fallback: as in `Ask`; it counts with `partly`, where a kernel cannot be asked.
+            partly: as in `resolve`.
         """
         candidates: list[Candidate] = []
         for offer in offers:
             candidate = Candidate(offer.manifest.name, offer.features, offer.lacks)
             if not offer.lacks and not any(earlier.has_build for earlier in candidates):
-                candidate = candidate._replace(resolution=self.resolve(Ask(offer.manifest, backend=backend), host))
+                found = self.resolve(Ask(offer.manifest, backend=backend), host, partly=partly)
+                candidate = candidate._replace(resolution=found)
             candidates.append(candidate)
+        doubts = (candidate.resolution.doubt for candidate in candidates if candidate.resolution is not None)
+        if doubt := next(filter(None, doubts), ""):  # it may have a build, and is before all that have one
+            other = _with_reference(offers) if fallback == "reference" else None
+            if other is None:
+                return _nothing_serves(wanted, candidates, host.select(backend))._replace(undecided=doubt)
+            known = self.resolve(Ask(other, backend=backend, fallback=fallback), host, partly=True)
+            return known._replace(capability=str(wanted), kernel=other.name, candidates=tuple(candidates))
         able = [found for found in candidates if found.resolution is not None and found.resolution.taken is not None]
         serves = next((found for found in able if found.has_build), able[0] if able else None)
         if serves is None or serves.resolution is None:
@@ -203,7 +230,7 @@ class Chooser:
         try:
             found = self.among(wanted, offers, host, backend)
         except KernelLoaderError as error:
-            other = next((manifest for manifest in able.values() if manifest.reference is not None), None)
+            other = _with_reference(offers)
             if fallback != "reference" or other is None:
                 raise
             return other, f"is taken for {wanted}, whose kernels could not all be asked. {error}"
@@ -211,16 +238,16 @@ class Chooser:
             raise NoCompatibleBuild(str(wanted), _nothing_serves(wanted, found.candidates, found.host))
         return able[found.kernel], ""
 
-    def _look(self, manifest: Manifest, host: Host) -> list[Looked]:
+    def _look(self, manifest: Manifest, host: Host, *, partly: bool = False) -> list[Looked]:
         """The kernel's repositories in their order, up to the first that has a build which fits. At least one."""
         looked: list[Looked] = []
         for candidate in (manifest, *manifest.alternatives):
-            looked.append(self._look_at(candidate, host))
-            if looked[-1].resolution.chosen is not None:
+            looked.append(self._look_at(candidate, host, partly=partly))
+            if looked[-1].resolution.chosen is not None or looked[-1].resolution.undecided:
                 break
         return looked
 
-    def _look_at(self, manifest: Manifest, host: Host) -> Looked:
+    def _look_at(self, manifest: Manifest, host: Host, *, partly: bool = False) -> Looked:
         request = request_of(manifest)
         resolution = Resolution(str(request or manifest.name), host)
         if manifest.name in self._disabled:
@@ -230,7 +257,21 @@ class Chooser:
         excluded = bool(manifest.backends) and host.backend.kind not in manifest.backends
         # A directory that the user names is looked at all the same: it may hold more than what is published.
         for source in self._sources:
-            if (source.is_local or not excluded) and (listing := source.listing(request)) is not None:
+            if not source.is_local and excluded:
+                continue
+            try:
+                listing = source.listing(request)
+            except (NotCached, HubUnavailable) as error:
+                refused, noted = said_of_all(host, manifest.requires, self._heeded(manifest), manifest.version)
+                if refused:
+                    note = f"whatever builds it has, {'; '.join(reason.message for reason in refused)}"
+                    return Looked(resolution._replace(note=note), manifest)
+                if not partly:
+                    raise
+                known = "".join(f"; {reason.message}" for reason in noted)
+                note = f"its builds are unknown: {error.detail}{known}"
+                return Looked(resolution._replace(note=note, undecided=str(error)), manifest)
+            if listing is not None:
                 return self._among(source, listing, manifest, host)
         if excluded:
             note = f"it is for {', '.join(manifest.backends)}, and this host computes on {host.backend.kind}"
@@ -320,6 +361,12 @@ def _nothing_serves(wanted: Wanted, candidates: Sequence[Candidate], host: Host)
         said.append(f"{candidate.kernel} {candidate.why_not}{offers}")
     note = "; ".join(said) or "no kernel offers it"
     return Resolution(str(wanted), host, note=note, capability=str(wanted), candidates=tuple(candidates))
+
+
+def _with_reference(offers: Sequence[Offer]) -> Manifest | None:
+    """The kernel that serves a capability where not all could be asked, and the caller has agreed to a reference."""
+    able = (offer.manifest for offer in offers if not offer.lacks)
+    return next((manifest for manifest in able if manifest.reference is not None), None)
 
 
 def _guards(manifest: Manifest | None, build: Verdict) -> Mapping[str, tuple[str, ...]]:

@@ -106,6 +106,9 @@ def _sealed(directory: Path, algorithm: Algorithm) -> tuple[bytes, bytes]:
     file = directory / FILE_NAME
     try:
         text = file.read_bytes()
+    except FileNotFoundError as error:
+        advice = "Write `{}` into it, or what docs/builds.md lists: every key may be missing."
+        raise SourceError(str(directory), f"a build has a {FILE_NAME}, and this has none", advice) from error
     except OSError as error:
         raise _unreadable(directory, f"a build has a {FILE_NAME} ({error})") from error
     Metadata.parse(text, str(file))

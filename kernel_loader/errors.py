@@ -37,6 +37,7 @@ ends with what to do next. Text is made when it is asked for, from the fields.
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class KernelLoaderError(Exception):
 
     def __str__(self) -> str:
         # One paragraph, whatever line breaks a compiler or linker put into its message.
-        return " ".join(f"{self.problem} {self.remedy}".split())
+        text = " ".join(f"{self.problem} {self.remedy}".split())
+        # What a field ends with ends the sentence. An ellipsis, and the directory above, stay.
+        return re.sub(r"(?<=[\w)\]}'\"`])([.?!])\.(?=\s|$)", r"\1", text)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._fields)})"

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from kernel_loader import probe
+from kernel_loader.arguments import each, trusted
 from kernel_loader.binder import bind, bundle_class
 from kernel_loader.catalog import Catalog
 from kernel_loader.choice import Ask, Choice, Chooser, request_of, spelt_guards
@@ -71,6 +72,10 @@ class KernelLoader:
         host: the machine to choose builds for; by default this one, looked at when it is first needed.
         sources: where builds come from, the first that has a repository; by default the directories of the settings,
             then what is published on the Hub.
+
+    Raises:
+        RequestError: something is not of its type.
+        SettingsError: the environment, or a directory of the settings, cannot be read.
     """
 
     def __init__(
@@ -79,11 +84,12 @@ class KernelLoader:
         host: Host | None = None,
         sources: Sequence[Source] | None = None,
     ) -> None:
+        _refuse(settings, sources)
         s = settings if settings is not None else Settings.from_env()
         self.settings: Final = s
         self.catalog: Final = Catalog(s)
         self.store: Final = Store(s.cache)
-        self._given_host: Final = host
+        self._given_host: Final = _checked(host) if host is not None else None
         published = PublishedBuilds(self.store, offline=s.offline, refresh_after=s.refresh_after)
         given = sources if sources is not None else (LocalDirectories(s.local), published)
         self._chooser: Final = Chooser(s, given, self.catalog.advisories)
@@ -142,7 +148,7 @@ class KernelLoader:
         With `for_layers`, nothing but layers is taken of the module, by a caller who heeds `Origin.untrained`: faults
         that those tell of are not warned of.
         """
-        manifest = self._manifest(repo_id) or self.catalog.get(repo_id)
+        manifest = self._manifest(repo_id) or self.catalog.get(repo_id)  # which raises what fits
         ask = self._ask(manifest, version, revision, backend, None)._replace(for_layers=for_layers)
         allowed = _allowed(trust_remote_code)
         loaded: ModuleType = self._once.get((ask, allowed), lambda: self._load_module(ask, allowed), _name_of)
@@ -156,15 +162,23 @@ class KernelLoader:
         revision: str | None = None,
         backend: str | None = None,
         host: Host | None = None,
+        partly: bool = False,
     ) -> Resolution:
-        """As the function `resolve`."""
+        """As the function `resolve`.
+
+        With `partly`, that a repository cannot be asked is no error: what is known is told, and `Resolution.doubt` says
+        why nothing can be decided.
+        """
         machine = _checked(host) if host is not None else self.host
         manifest = self._manifest(kernel_or_repo)
         if manifest is None:
             wanted = self._wanted(str(kernel_or_repo), version, revision, backend, None)
             offers = self.catalog.offers(wanted, machine.select(backend).backend.kind)
-            return self._chooser.among(wanted, offers, machine, backend)
-        return self._chooser.resolve(self._ask(manifest, version, revision, backend, None), machine)
+            return self._chooser.among(wanted, offers, machine, backend, self.settings.fallback, partly=partly)
+        found = self._chooser.resolve(self._ask(manifest, version, revision, backend, None), machine, partly=partly)
+        if found.guards and not manifest.is_anonymous:  # guards of fields that are not there would be promised
+            bundle_class(manifest, kernel_or_repo if isinstance(kernel_or_repo, type) else None)
+        return found
 
     def can_load(
         self,
@@ -192,16 +206,16 @@ class KernelLoader:
 
     def prefetch(
         self,
-        kernels: Iterable[str | type],
+        kernels: Iterable[str | type] | str | type,
         *,
-        hosts: Iterable[Host] | None = None,
+        hosts: Iterable[Host] | Host | None = None,
         all_variants: bool = False,
         trust_remote_code: bool | Collection[str] = False,
     ) -> list[Prefetched]:
         """As the function `prefetch`."""
         ready, allowed = [], _allowed(trust_remote_code)
-        machines = list(hosts) if hosts is not None else [self.host]
-        for kernel in kernels:
+        machines = _machines(hosts) if hosts is not None else (self.host,)
+        for kernel in each(kernels, "kernels"):
             name, version, revision = spelt(kernel) if isinstance(kernel, str) else (kernel, None, None)
             for host in machines:
                 ask = self._asked(name, version, revision, None, None, host)
@@ -412,6 +426,15 @@ def _check_arguments(version: object, revision: object, backend: object, fallbac
         raise RequestError(f"fallback={fallback!r} was given", 'It is "reference", "error", or left out.')
 
 
+def _refuse(settings: object, sources: object) -> None:
+    if not isinstance(settings, Settings | None):
+        raise RequestError(f"settings={settings!r} was given", "Pass Settings(...), or leave it out.")
+    if sources is None:
+        return
+    if not isinstance(sources, Sequence) or not all(callable(getattr(one, "listing", None)) for one in sources):
+        raise RequestError(f"sources={sources!r} was given", "Pass a list of sources, or leave it out.")
+
+
 def _checked(host: object) -> Host:
     if not isinstance(host, Host):
         raise RequestError(f"host={host!r} was given", "Pass a Host: Host.from_json reads a description.")
@@ -430,8 +453,13 @@ def _of_repository(repo: str) -> Manifest:
     return Manifest(name=repo, repo=repo, revision="main", file=repo, is_anonymous=True)
 
 
-def _allowed(trust_remote_code: bool | Collection[str]) -> bool | frozenset[str]:  # noqa: FBT001
-    return trust_remote_code if isinstance(trust_remote_code, bool) else frozenset(trust_remote_code)
+def _machines(hosts: Iterable[Host] | Host) -> tuple[Host, ...]:
+    return tuple(_checked(host) for host in ((hosts,) if isinstance(hosts, Host) else each(hosts, "hosts")))
+
+
+def _allowed(trust_remote_code: object) -> bool | frozenset[str]:
+    given = trusted(trust_remote_code)
+    return given if isinstance(given, bool) else frozenset(given)
 
 
 def _guards(ask: Ask, choice: Choice) -> dict[str, tuple[str, ...]]:

@@ -92,6 +92,8 @@ class Candidate(NamedTuple):
             return f"lacks {', '.join(self.lacks)}"
         if self.resolution is None:
             return "is not asked, since a kernel above has a build here"
+        if self.resolution.doubt:
+            return "may have a build here"
         published = (self.resolution, *self.resolution.alternatives)
         embedded = (self.resolution.reference,) if self.resolution.reference else ()
         nearest = next((found.nearest for found in (*published, *embedded) if found.nearest is not None), None)
@@ -116,6 +118,7 @@ class Resolution(NamedTuple):
         capability: what was asked for, where it was no kernel.
         kernel: the kernel that serves the capability, and that all of the above is about; empty when none does.
         candidates: the kernels of the capability, in the order in which they are asked.
+        undecided: why nothing is chosen, where builds could not be asked for and may fit; empty otherwise.
     """
 
     repo: str
@@ -129,12 +132,20 @@ class Resolution(NamedTuple):
     capability: str = ""
     kernel: str = ""
     candidates: tuple[Candidate, ...] = ()
+    undecided: str = ""
 
     @property
     def taken(self) -> Resolution | None:
         """The one whose `chosen` is loaded: this, an alternative, or that of the embedded builds; None when none is."""
         found = (self, *self.alternatives, *((self.reference,) if self.reference else ()))
-        return next((resolution for resolution in found if resolution.chosen is not None), None)
+        ends = (resolution for resolution in found if resolution.chosen is not None or resolution.undecided)
+        first = next(ends, None)
+        return first if first is not None and not first.undecided else None
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing can be decided, here or in an alternative; empty where something is."""
+        return next((found.undecided for found in (self, *self.alternatives) if found.undecided), "")
 
     @property
     def is_reference(self) -> bool:
@@ -197,7 +208,7 @@ class Resolution(NamedTuple):
         if taken is None or taken.chosen is None:
             if self.candidates:
                 lines.append("`kernel-loader explain` of a kernel shows its builds.")
-            return [*lines, "Chosen: none"]
+            return [*lines, f"Chosen: {'not known' if self.doubt else 'none'}"]
         if taken is self.reference:
             whence = ", the reference" if taken.chosen.is_universal else ", embedded"
         else:
@@ -224,6 +235,7 @@ class Resolution(NamedTuple):
             "chosen": self.chosen.name if self.chosen else None,
             "nearest": self.nearest.name if self.nearest else None,
             "note": self.note,
+            "undecided": self.undecided,
             "guards": list(self.guards),
             "verdicts": [
                 {
@@ -301,6 +313,19 @@ def resolve(
         if judged.status == "unknown" and chosen is None and not strict:
             chosen = judged  # unless a build that is lower in the order is accepted
     return Resolution(repo, host, tuple(sorted(verdicts, key=_order)), chosen)
+
+
+def said_of_all(
+    host: Host, requires: Requires, advisories: Sequence[Advisory], version: int | None
+) -> tuple[tuple[Reason, ...], tuple[Reason, ...]]:
+    """What is known of every build of a repository, whatever builds it has.
+
+    Returns:
+        Why none can run on the host, by what the manifest demands; and what advisories say of the version.
+    """
+    any_build = Build("", Variant.parse("torch-universal"), requires=requires, version=version)
+    against = judge(REQUIRES_RULES, host, any_build) if requires is not NOTHING else ()
+    return tuple(r for r in against if isinstance(r, Reject)), judge(advisory_rules(advisories), host, any_build)
 
 
 def _by_name(name: str, rules: tuple[Rule, ...], host: Host, requires: Requires, version: int | None) -> Verdict:

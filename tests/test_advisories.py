@@ -401,3 +401,11 @@ guard = "zero-tail"
     assert "mended by the guard zero-tail" in workshop.loader().resolve("grouped").explain()
     assert workshop.loader().resolve("grouped").chosen is not None
     assert workshop.loader().resolve("other").chosen is None
+
+
+def test_an_advisory_of_what_is_no_repository_is_refused(workshop):
+    workshop.simple("my_kernel")
+    for repo in ('repo = "my-scale"\n', ""):
+        (workshop.manifests / "advisories.toml").write_text(f'[[advisories]]\nid = "a-b"\n{repo}')
+        with pytest.raises(ManifestError, match=r"advisories\.toml, advisories\[0\]"):
+            workshop.loader().load("my_kernel")

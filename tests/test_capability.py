@@ -430,7 +430,6 @@ def test_builds_are_fetched_of_the_kernel_that_serves_on_each_host(shop):
         ("doubling[od]", ("doubling[odd]",)),
         ("doubling[od,half-way]", ("doubling[half-way,odd]",)),
         ("doubling[zzz]", ("doubling[half-way]", "doubling[odd]")),
-        ("doubling[odd", ("doubling",)),
     ],
 )
 def test_what_is_misspelt_is_told_what_there_is(shop, asked, matches):
@@ -509,7 +508,7 @@ def test_arguments_are_looked_at_as_for_a_kernel(shop, wrong):
 def test_a_module_is_that_of_a_kernel(shop):
     for name in ("first", "second"):
         shop.offering(name, builds=("torch-cpu",))
-    with pytest.raises(UnknownKernel):
+    with pytest.raises(RequestError, match="doubling is a capability, and a kernel is needed here"):
         shop.loader().load_module("doubling")
 
 
@@ -684,3 +683,18 @@ def test_a_second_call_opens_no_file(shop, monkeypatch):
     for file in shop.manifests.glob("*.toml"):
         file.unlink()
     assert kernel_loader.load_kernel("doubling") is first
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("attention[sinks", "brackets are not one pair at the end"),
+        ("attention]", "brackets are not one pair at the end"),
+        ("attention[sinks,]", "a feature that has no name"),
+        ("attention[,]", "a feature that has no name"),
+        ("rmsnorm[backward]", "rmsnorm is a kernel: capabilities alone have features"),
+    ],
+)
+def test_what_is_wrong_with_brackets_is_said(workshop, text, said):
+    with pytest.raises(RequestError, match=said):
+        workshop.loader().load(text)

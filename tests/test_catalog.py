@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kernel_loader.catalog import Catalog
-from kernel_loader.errors import ManifestError, SettingsError, UnknownKernel
+from kernel_loader.errors import ManifestError, RequestError, SettingsError, UnknownKernel
 from kernel_loader.resources import data_directory
 from kernel_loader.settings import Settings
 
@@ -121,7 +121,7 @@ def test_a_name_like_no_other_has_no_matches() -> None:
 
 @pytest.mark.parametrize("kernel", [1, None, b"finegrained_fp8"])
 def test_what_is_neither_name_nor_class_is_no_kernel(kernel: object) -> None:
-    with pytest.raises(UnknownKernel):
+    with pytest.raises(RequestError, match="object was given as the kernel"):
         catalog().get(kernel)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kernel_loader.host import Host
 from tests.builds import H200, write_build
+from tests.hosts import HOSTS
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_list_shows_what_each_kernel_would_take_here(run, workshop):
     status, out, _ = run("list")
     assert status == 0
     assert "my_kernel\n    Doubles\n    org/my-kernel\n    here: torch-universal\n" in out
-    rows = {row["name"]: row for row in json.loads(run("list", "--json")[1])}
+    rows = {row["name"]: row for row in json.loads(run("list", "--json")[1])["kernels"]}
     assert rows["my_kernel"]["build"] == "torch-universal"
     assert rows["finegrained_fp8"]["build"] == "torch-universal (reference)"
     assert rows["rmsnorm"]["build"].startswith("not known yet")
@@ -85,6 +86,69 @@ def test_explain_of_a_kernel_that_only_its_reference_serves_succeeds(run):
     status, out, _ = run("explain", "finegrained-fp8")
     assert status == 0
     assert "Chosen: torch-universal, the reference" in out
+
+
+@pytest.fixture
+def tesla_t4(tmp_path):
+    file = tmp_path / "t4.json"
+    file.write_text(HOSTS["T4"].to_json())
+    return file
+
+
+def test_explain_offline_tells_what_is_known_without_builds(run, workshop, tesla_t4):
+    keys = {"requires": {"cuda-capability": ">=7"}, "alternatives": [{"repo": "org/other", "version": 1}]}
+    workshop.kernel("my_kernel", reference="mine", **keys)
+    workshop.local.clear()
+    write_build(workshop.manifests / "registry" / "mine", "torch-universal")
+    (workshop.manifests / "advisories.toml").write_text(
+        '[[advisories]]\nid = "a-b"\nrepo = "org/my-kernel"\neffect = "warn"\nfault = "it fails"\nremedy = "Stop."\n'
+        'source = "issue 1"\n'
+    )
+    status, out, err = run("explain", "my_kernel", "--host", tesla_t4)
+    assert status == 1
+    assert "its builds are unknown: it is not on this machine" in out
+    assert "known fault a-b: it fails" in out
+    assert "org/other@v1\n  it is asked where no build above fits" in out
+    assert "✓ torch-universal" in out or "→ torch-universal" in out
+    assert out.endswith("Chosen: not known\n")
+    assert "Run `kernel-loader prefetch`" in err
+    status, out, _ = run("explain", "my_kernel", "--host", tesla_t4, "--json")
+    document = json.loads(out)
+    assert status == 1
+    assert "must not be asked" in document["undecided"]
+    assert document["reference"]["chosen"] == "torch-universal"
+    status, out, err = run("explain", "my_kernel", "--host", tesla_t4, KERNEL_LOADER_FALLBACK="reference")
+    assert (status, err) == (0, "")
+    assert out.endswith("Chosen: torch-universal, the reference\n")
+    assert run("load", "my_kernel", KERNEL_LOADER_FALLBACK="reference")[0] == 0
+
+
+def test_what_the_manifest_decides_needs_no_hub(run, workshop, tesla_t4):
+    workshop.kernel("my_kernel", reference="mine", requires={"cuda-capability": ">=9"})
+    workshop.local.clear()
+    write_build(workshop.manifests / "registry" / "mine", "torch-universal")
+    status, out, err = run("explain", "my_kernel", "--host", tesla_t4)
+    assert (status, err) == (0, "")
+    assert "  whatever builds it has, the kernel needs compute capability >=9, and a visible device has 7.5\n" in out
+    assert out.endswith("Chosen: torch-universal, the reference\n")
+
+
+def test_a_capability_offline_tells_what_is_known(run, workshop):
+    (workshop.manifests / "capabilities.toml").write_text('[doubling]\norder = ["unknown_kernel"]\n')
+    workshop.kernel("unknown_kernel", capabilities={"doubling": []})
+    workshop.local.clear()
+    workshop.simple("my_kernel", capabilities={"doubling": []}, reference="mine")
+    write_build(workshop.manifests / "registry" / "mine", "torch-universal")
+    status, out, err = run("explain", "doubling")
+    assert status == 1
+    assert "unknown_kernel  may have a build here" in out
+    assert out.endswith("Chosen: not known\n")
+    assert "must not be asked" in err
+    for command in ("explain", "load"):
+        assert run(command, "doubling")[0] == 1
+        status, out, _ = run(command, "doubling", KERNEL_LOADER_FALLBACK="reference")
+        assert status == 0
+        assert "my_kernel" in out
 
 
 def test_other_repositories_and_embedded_builds_are_shown(run, workshop, tmp_path):
@@ -171,7 +235,7 @@ def test_seal_writes_digests_and_check_finds_stale_ones(run, workshop):
     [
         (["explain", "no_such_kernel"], 1, "No kernel or capability is registered"),
         (["load", "finegraned_fp8"], 1, "Did you mean finegrained_fp8?"),
-        (["explain", "org/no-such-repository"], 1, "it is not on this machine, and the Hub must not be asked"),
+        (["prefetch", "org/no-such-repository"], 1, "it is not on this machine, and the Hub must not be asked"),
         (["load", "finegrained_fp8", "--backend", "rocm"], 1, "this host has cpu"),
         (["load"], 2, "Missing argument"),
         (["load", "finegrained_fp8", "--fallback", "maybe"], 2, "--fallback"),
@@ -238,3 +302,26 @@ def test_the_help_names_every_command(run):
     for command in ("host", "list", "explain", "load", "seal"):
         assert f"  {command} " in out
     assert run("--version")[1].startswith("kernel-loader")
+
+
+def test_list_shows_capabilities_and_in_which_order_their_kernels_are_asked(run, workshop):
+    (workshop.manifests / "capabilities.toml").write_text(
+        '[doubling]\nsummary = "Twice"\norder = ["plain_kernel"]\n[doubling.features]\nodd = "odd numbers too"\n'
+    )
+    workshop.simple("my_kernel", capabilities={"doubling": ["odd"]})
+    workshop.simple("plain_kernel", capabilities={"doubling": []})
+    assert (
+        "doubling\n    Twice\n    odd: odd numbers too\n    asked in this order: plain_kernel, my_kernel\n"
+        in run("list")[1].partition("Capabilities:\n")[2]
+    )
+    document = json.loads(run("list", "--json")[1])
+    assert {row["name"]: row["offers"] for row in document["kernels"]}["my_kernel"] == {"doubling": ["odd"]}
+    doubling = next(one for one in document["capabilities"] if one["name"] == "doubling")
+    assert doubling["order"] == ["plain_kernel", "my_kernel"]
+    assert doubling["features"] == {"odd": "odd numbers too"}
+
+
+def test_a_reader_that_has_enough_hears_no_complaint(run):
+    command = f"{sys.executable} -m kernel_loader list | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=True, env=os.environ)
+    assert done.stderr == ""

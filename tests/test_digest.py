@@ -352,3 +352,9 @@ def test_an_embedded_build_is_sealed(directory: Path) -> None:
 
 def test_measure_names_files_with_slashes_and_all_of_them(build) -> None:
     assert set(measure(build, "sha256")) == {*FILES, "metadata.json"}
+
+
+def test_a_build_without_metadata_is_told_what_to_write(tmp_path):
+    (tmp_path / "__init__.py").touch()
+    with pytest.raises(SourceError, match=r"has none. Write `\{\}` into it"):
+        seal(tmp_path)

@@ -237,3 +237,14 @@ def test_what_to_install_can_be_copied_to_a_shell() -> None:
 def test_requires_of_a_manifest_pickles() -> None:
     # A resolution inside an error may carry it to another process.
     assert pickle.loads(pickle.dumps(Requires(gfx=("gfx942",)))) == Requires(gfx=("gfx942",))
+
+
+def test_a_field_that_ends_a_sentence_ends_it_once():
+    said = {
+        "did you mean summary?": "did you mean summary? Do.",
+        "it goes to 8.0.": "it goes to 8.0. Do.",
+        "v1, v2, ...": "v1, v2, .... Do.",
+        "it is in ..": "it is in ... Do.",
+    }
+    for detail, text in said.items():
+        assert str(RequestError(detail, "Do.")) == text

@@ -682,3 +682,29 @@ print("kernel_loader.advisories" in sys.modules)
         "KERNEL_LOADER_OVERRIDE_CUDA": "",
     }
     assert run_python(code, env=environ) == "42 []\nFalse\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def double(x):\n    return x\n", "sink-gradient is for functions of q, k, v, and this one takes x"),
+        ("def double(*, x):\n    return x\n", "sink-gradient is for functions of q, k, v, and this one takes none"),
+        ("def double(q, k, v):\n    return q\n", None),
+        ("def double(*args):\n    return args\n", None),
+        ("double = max\n", None),
+    ],
+)
+def test_a_guard_that_does_not_fit_its_function_is_refused_at_load(workshop, source, said):
+    workshop.simple("my_kernel", source, guards={"double": ["sink-gradient"]})
+    if said is None:
+        assert workshop.loader().load("my_kernel").double.guards == ("sink-gradient",)
+        return
+    with pytest.raises(ManifestError, match=f"guards.double: {said}"):
+        workshop.loader().load("my_kernel")
+
+
+def test_a_guard_of_a_field_that_is_not_there_is_promised_by_nobody(workshop):
+    workshop.simple("my_kernel", guards={"triple": ["contiguous"]})
+    for call in (workshop.loader().load, workshop.loader().resolve):
+        with pytest.raises(ManifestError, match="guards.triple: the bundle MyKernel has no such field"):
+            call("my_kernel")

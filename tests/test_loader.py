@@ -71,7 +71,7 @@ def test_an_unknown_name_is_answered_with_the_ones_that_are_near(workshop):
     assert isinstance(caught.value, LookupError)
 
 
-@pytest.mark.parametrize("name", ["", "../../etc/passwd", "a/b", "layers", "x\0y", 7, None, "finegrained_fp8.toml"])
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "a/b", "layers", "x\0y", "finegrained_fp8.toml"])
 def test_whatever_is_no_name_is_an_unknown_kernel(name):
     with pytest.raises(UnknownKernel):
         KernelLoader(Settings(), CPU_HOST).load(name)
@@ -914,3 +914,38 @@ def test_the_reference_can_be_asked_for_whatever_builds_there_are(workshop, capl
     workshop.simple("other")
     with pytest.raises(NoCompatibleBuild, match="it has no reference"):
         workshop.loader().load_reference("other")
+
+
+@pytest.mark.parametrize("given", [None, 3, b"x", object()])
+def test_what_is_no_name_is_refused(workshop, given):
+    for call in (workshop.loader().load, workshop.loader().resolve, kernel_loader.load_kernel):
+        with pytest.raises(RequestError, match="object was given as the kernel"):
+            call(given)
+
+
+def test_a_bundle_is_no_name(workshop):
+    workshop.simple("my_kernel")
+    with pytest.raises(RequestError, match="MyKernel object was given as the kernel"):
+        workshop.loader().load(workshop.loader().load("my_kernel"))
+
+
+@pytest.mark.parametrize("given", [{"settings": {}}, {"host": "h200.json"}, {"sources": 3}, {"sources": [3]}])
+def test_a_loader_is_made_of_what_it_says(given):
+    with pytest.raises(RequestError, match=f"{next(iter(given))}=.* was given"):
+        KernelLoader(**given)
+
+
+def test_one_kernel_and_one_host_may_stand_for_lists(workshop):
+    workshop.simple("my_kernel")
+    loader = workshop.loader()
+    assert loader.prefetch("my_kernel") == loader.prefetch(["my_kernel"])
+    assert loader.prefetch("my_kernel", hosts=CPU_HOST) == loader.prefetch(["my_kernel"], hosts=[CPU_HOST])
+    for wrong in ({"kernels": None}, {"kernels": "my_kernel", "hosts": [3]}):
+        with pytest.raises(RequestError, match="was given"):
+            loader.prefetch(**wrong)
+
+
+def test_a_directory_whose_name_is_misspelt_is_named(workshop):
+    write_build(workshop.kernel("my_kernel"), "torch-univresal")
+    with pytest.raises(SourceError, match=r"there are no builds in it .*; torch-univresal is no build variant: "):
+        workshop.loader().load("my_kernel")

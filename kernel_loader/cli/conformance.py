@@ -58,7 +58,7 @@ def check(
     from kernel_loader.conformance import report, runner
     from kernel_loader.conformance.grid import MODES
 
-    named: Any = tuple(modes.split(",")) if modes else MODES
+    named: Any = tuple(modes.split(",")) if modes is not None else MODES
     checked = runner.check(
         _kernel(kernel, device),
         device=device,

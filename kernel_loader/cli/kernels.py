@@ -42,13 +42,16 @@ def _fact(machine: Host, name: str) -> str:
 @click.command("list")
 @options.as_json
 def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
-    """List the named kernels, and the build that each would take here, as far as that is known without the Hub."""
+    """List the named kernels, and the build that each would take here, as far as that is known without the Hub.
+
+    Then the capabilities, which several kernels offer: their features, and the order in which kernels are asked.
+    """
     from kernel_loader.loader import KernelLoader
 
     loader = KernelLoader(replace(Settings.from_env(), offline=True))
     rows = []
     for name in loader.catalog.names():
-        row: dict[str, str | None] = {"name": name, "repo": None, "summary": ""}
+        row: dict[str, Any] = {"name": name, "repo": None, "summary": "", "offers": {}}
         try:
             manifest = loader.catalog.get(name)
             row |= {"repo": manifest.repo, "summary": manifest.summary, "offers": _offers(manifest)}
@@ -59,19 +62,42 @@ def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command
         except KernelLoaderError as error:
             row["build"] = f"none: {error.problem}"
         rows.append(row)
+    capabilities: list[dict[str, Any]] = []
+    try:
+        capabilities += [_capability(loader.catalog, name) for name in sorted(loader.catalog.capabilities)]
+    except KernelLoaderError as error:  # takes no kernels with it
+        click.echo(f"kernel-loader: {error}", err=True)
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps({"kernels": rows, "capabilities": capabilities}, indent=2))
         return
     for row in rows:
-        offers = f"offers: {row['offers']}" if row.get("offers") else None
+        offered = (f"{name}[{', '.join(has)}]" if has else name for name, has in row["offers"].items())
+        offers = f"offers: {', '.join(offered)}" if row["offers"] else None
         lines = [row["summary"], row["repo"] or "embedded", offers, f"here: {row['build']}"]
         click.echo("\n".join([str(row["name"]), *(f"    {line}" for line in lines if line)]))
+    click.echo("\nCapabilities:" if capabilities else "")
+    for one in capabilities:
+        lines = [one["summary"], *(f"{feature}: {meaning}" for feature, meaning in one["features"].items())]
+        lines.append(f"asked in this order: {', '.join(one['order'])}" if one["order"] else "no kernel offers it")
+        click.echo("\n".join([one["name"], *(f"    {line}" for line in lines if line)]))
 
 
-def _offers(manifest: Any) -> str:  # noqa: ANN401 - a Manifest
-    """What a kernel can do, as a caller asks for it."""
-    offered = manifest.capabilities.items()
-    return ", ".join(f"{name}[{', '.join(map(str, features))}]" if features else name for name, features in offered)
+def _offers(manifest: Any) -> dict[str, list[str]]:  # noqa: ANN401 - a Manifest
+    """What a kernel can do: capability -> features, with the backends where they are not all."""
+    return {name: list(map(str, features)) for name, features in manifest.capabilities.items()}
+
+
+def _capability(catalog: Any, name: str) -> dict[str, Any]:  # noqa: ANN401 - a Catalog
+    from kernel_loader.capability import Wanted
+
+    capability = catalog.capabilities[name]
+    offers = catalog.offers(Wanted(name), "cpu")
+    return {
+        "name": name,
+        "summary": capability.summary,
+        "features": {feature: about.meaning for feature, about in sorted(capability.features.items())},
+        "order": [offer.manifest.name for offer in offers if name in offer.manifest.capabilities],
+    }
 
 
 def _taken(resolution: Any) -> str:  # noqa: ANN401 - a Resolution, whose module is imported only when it is needed
@@ -92,15 +118,20 @@ def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: b
     """Show which build of KERNEL a machine would take, and why not the others.
 
     KERNEL is a registered name; a capability, such as attention[varlen]; or a repository: org/name, org/name@3 (a
-    version), org/name@branch-or-commit. Exits 1 when nothing fits, not even a reference.
+    version), org/name@branch-or-commit. Exits 1 when nothing fits, not even a reference, and when that cannot be told
+    since the Hub cannot be asked; what is known is shown all the same.
     """
     from kernel_loader.api import default_loader
     from kernel_loader.loader import spelt
 
     name, version, revision = spelt(kernel)
     machine = options.read_host(host_file) if host_file else None
-    resolution = default_loader().resolve(name, version=version, revision=revision, backend=backend, host=machine)
+    resolution = default_loader().resolve(
+        name, version=version, revision=revision, backend=backend, host=machine, partly=True
+    )
     click.echo(resolution.to_json() if as_json else resolution.explain())
+    if resolution.doubt:
+        click.echo(f"kernel-loader: {resolution.doubt}", err=True)
     if resolution.taken is None:
         raise click.exceptions.Exit(1)
 

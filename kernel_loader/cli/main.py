@@ -24,6 +24,8 @@ class _Group(click.Group):
                 stream.reconfigure(errors="replace")  # a pipe of an old encoding lacks some marks of the tables
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # whoever read has enough, as `head` has: click ends without a word
         except (KernelLoaderError, OSError) as error:
             click.echo(f"kernel-loader: {error}", err=True)
             ctx.exit(1)

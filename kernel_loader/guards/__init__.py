@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -92,6 +93,25 @@ class Guarded:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Guarded, (self.__wrapped__, self.guards)
+
+
+def misfit(function: Callable[..., Any], name: str) -> str:
+    """Why a guard cannot be put around a function, as far as signatures tell; empty where nothing does.
+
+    A guard passes on what it takes: a function that takes fewer arguments would fail in every call.
+    """
+    try:
+        theirs = inspect.signature(function).parameters.values()
+        guards = list(inspect.signature(_find(name)).parameters.values())[1:]  # behind the function itself
+    except (TypeError, ValueError):  # what is written in C may have none
+        return ""
+    kinds = {parameter.kind for parameter in theirs}
+    needed = [p for p in guards if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    there = [p for p in theirs if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or len(there) >= len(needed):
+        return ""
+    takes = ", ".join(p.name for p in there) or "none"
+    return f"{name} is for functions of {', '.join(p.name for p in needed)}, and this one takes {takes}"
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from inspect import Parameter
@@ -19,6 +20,7 @@ _USUAL: Final = frozenset(
     | {"__parameters__", "can_torch_compile", "has_backward"}
 )
 _NOTHING: Final = (lambda: None).__code__
+_ABSENT: Final = object()
 
 
 def faults(layer: type, base: type) -> tuple[str, ...]:
@@ -40,6 +42,64 @@ def faults(layer: type, base: type) -> tuple[str, ...]:
         return (*found, *_signature_faults(layer, base))
     except (TypeError, ValueError) as error:
         return (*found, f"its signature, or that of the original, cannot be read ({error})")
+
+
+def lacking(layer: type[nn.Module], module: nn.Module) -> tuple[str, ...]:
+    """Names that forward of `layer` reads of a module in any case, and that this one has not and never gets.
+
+    A name that methods of the module's class speak of may be set later, and so may any where the class answers for
+    names itself.
+    """
+    from torch import nn
+
+    cls = type(module)
+    if cls.__getattr__ is not nn.Module.__getattr__ or cls.__getattribute__ is not object.__getattribute__:
+        return ()
+    there = (vars(module), module._parameters, module._buffers, module._modules)  # noqa: SLF001 - None is one that is there
+    missing = [name for name in _read_by(layer) if not any(name in names for names in there)]
+    missing = [name for name in missing if inspect.getattr_static(cls, name, _ABSENT) is _ABSENT]
+    spoken_of = _names_in(cls) if missing else frozenset()
+    return tuple(name for name in missing if name not in spoken_of)
+
+
+def _read_by(layer: type) -> tuple[str, ...]:
+    """What forward reads of self before its first branch. What it tries to read, or may pass over, is not needed."""
+    code = getattr(_function_of(layer), "__code__", None)
+    if isinstance(inspect.getattr_static(layer, "forward"), staticmethod) or code is None or not code.co_argcount:
+        return ()
+    if code.co_exceptiontable:
+        return ()
+    own, found, of_self = code.co_varnames[0], [], False
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in jumps or (instruction.opname, instruction.argval) == ("STORE_FAST", own):
+            break
+        if of_self and instruction.opname == "STORE_ATTR":
+            break  # forward sets names itself
+        if of_self and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.append(str(instruction.argval))
+        last = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+        of_self = instruction.opname.startswith("LOAD_FAST") and last == own
+    return tuple(dict.fromkeys(found))
+
+
+def _names_in(cls: type) -> frozenset[str]:
+    """Names and texts in the code of the methods that a class of modules has itself."""
+    from torch import nn
+
+    members = (value for base in cls.__mro__ if base not in nn.Module.__mro__ for value in vars(base).values())
+    codes = [code for member in members for code in _codes_of(member)]
+    found: set[str] = set()
+    for code in codes:  # grows while it is gone through
+        found |= {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(found)
+
+
+def _codes_of(member: object) -> list[types.CodeType]:
+    functions = [member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "__wrapped__"))]
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return [code for code in codes if isinstance(code, types.CodeType)]
 
 
 def unsupported(layer: type, mode: Mode, untrained: str = "") -> str:

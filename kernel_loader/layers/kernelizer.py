@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary, WeakSet
 from kernel_loader.errors import KernelizeError, KernelLoaderError, RequestError
 from kernel_loader.layers.decorator import Name, functions_of, is_function, names_of
 from kernel_loader.layers.device import BACKENDS, capability_of
-from kernel_loader.layers.fit import faults, unsupported
+from kernel_loader.layers.fit import faults, lacking, unsupported
 from kernel_loader.layers.mapping import Found, KernelMapping, Missing, current_mapping
 from kernel_loader.layers.mode import KernelizeFallback, Mode
-from kernel_loader.layers.model import Known, Place, given_place, named_layers
+from kernel_loader.layers.model import Known, Place, given_place, named_layers, refuse_no_module
 from kernel_loader.layers.repository import Layer, Repository
 from kernel_loader.layers.swap import (
     CLASSES,
@@ -101,7 +101,11 @@ def unkernelize(model: _Model) -> _Model:
     """Give all layers of a model, and the functions that it calls, their own forward back, exactly.
 
     A function stays replaced as long as another model was kernelized with it.
+
+    Raises:
+        RequestError: it is no model.
     """
+    refuse_no_module(model)
     changed = False
     for module in model.modules():
         if not is_function(module) or module is model:
@@ -118,10 +122,7 @@ def unkernelize(model: _Model) -> _Model:
 
 
 def _refuse(model: object, mode: object, use_fallback: object) -> None:
-    from torch import nn
-
-    if not isinstance(model, nn.Module):
-        raise RequestError(f"{type(model).__name__} object was given as the model", "Pass an nn.Module.")
+    refuse_no_module(model)
     if not isinstance(use_fallback, bool | KernelizeFallback):
         raise RequestError(f"use_fallback={use_fallback!r} was given", "Pass True, False or a KernelizeFallback.")
     if not isinstance(mode, Mode):
@@ -161,7 +162,26 @@ class _Planner:
         decision = self._decisions.get(key)
         if decision is None:
             decision = self._decisions[key] = self._decide(module, names, obstacle, place, follows=follows)
-        return decision
+        missing = self._lacking(decision, module)
+        if not missing:
+            return decision
+        other = self._decisions.get((key, missing))
+        if other is None:
+            base, taken = base_of(module), decision.outcome.repository
+            message = f"{taken} does not fit {base.__qualname__}: its forward reads {', '.join(missing)} of the module"
+            misfit = Missing("misfit", f"{message}, which has no such thing", KernelizeFallback.CANNOT_LOAD)
+            other = Decision(self._fallback(misfit, names[0].name, base, self._mode).outcome, base)
+            self._decisions[key, missing] = other
+        return other
+
+    def _lacking(self, decision: Decision, module: nn.Module) -> tuple[str, ...]:
+        """What the layers of a decision read and a module has not: modules of one class may differ in it."""
+        kernel: Kernel | None = vars(decision.cls).get(SWAPPED)
+        if kernel is None:
+            return ()
+        answers = (answer.layer for answer in (kernel.training, kernel.inference) if answer is not None)
+        layers = {layer for layer in (kernel.layer, *answers) if layer is not None}
+        return tuple(dict.fromkeys(name for layer in layers for name in lacking(layer, module)))
 
     def _holds(self, name: Name, module: nn.Module) -> bool:
         try:
@@ -245,7 +265,6 @@ class _Planner:
             return self._fallback(Missing("no-mode", message, KernelizeFallback.NO_COMPATIBLE_MODE), name, cls, mode)
         if problems := faults(layer.cls, cls):
             message = f"{found.repository} does not fit {cls.__qualname__}: {'; '.join(problems)}"
-            logger.warning("layer %s keeps its own forward: %s", name, message)
             return self._fallback(Missing("misfit", message, KernelizeFallback.CANNOT_LOAD), name, cls, mode)
         message = f"{layer.origin.where}, {layer.origin.variant}"
         outcome = Outcome(name, True, "used", message, mode, found.repository, key[1], layer.origin)  # noqa: FBT003
@@ -253,9 +272,19 @@ class _Planner:
 
     def _fallback(self, missing: Missing, name: str, cls: type[nn.Module], mode: Mode) -> Answer:
         if missing.allowed_by not in self._allowed:
-            advice = "Add it to the mapping (register_kernel_mapping), or let layers keep their forward (use_fallback)."
+            first = _ADVICE.get(missing.code, "Add it to the mapping (register_kernel_mapping)")
+            advice = f"{first}, or let layers keep their forward (use_fallback)."
             raise KernelizeError(f"{name} ({cls.__qualname__})", missing.code, missing.message, advice)
+        if missing.code == "misfit":
+            logger.warning("layer %s keeps its own forward: %s", name, missing.message)
         return _kept(name, missing.code, missing.message, mode)
+
+
+# What to do first where a layer may not keep its forward, and the mapping has an entry for it.
+_ADVICE: Final = {
+    "misfit": "Name a layer that fits in the mapping (register_kernel_mapping)",
+    "wrapped": "Kernelize the model before it is wrapped",
+}
 
 
 def _loaded(repository: Repository, backend: str | None) -> Layer | KernelLoaderError:

@@ -84,7 +84,8 @@ class KernelMapping(NamedTuple):
         for tried in mode.tried:
             if tried in modes:
                 return Found(modes[tried], tried)
-        message = f"the mapping of {name} on {kind} is for {', '.join(map(str, modes))}, not for {mode}"
+        there = ", ".join(map(str, modes)) or "no mode at all"
+        message = f"the mapping of {name} on {kind} is for {there}, not for {mode}"
         return Missing("no-mode", message, KernelizeFallback.NO_COMPATIBLE_MODE)
 
 

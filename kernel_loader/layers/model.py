@@ -37,6 +37,18 @@ class Known(NamedTuple):
     is_function: bool
 
 
+def refuse_no_module(model: object) -> None:
+    """Raise where something is given as a model and is none.
+
+    Raises:
+        RequestError: it is no nn.Module.
+    """
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"{type(model).__name__} object was given as the model", "Pass an nn.Module.")
+
+
 def named_layers(
     model: nn.Module, given: Place | None, callers: list[tuple[nn.Module, nn.Module]]
 ) -> Iterator[tuple[nn.Module, Place | None, Known]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel_loader.layers.decorator import functions_of, names_of
 from kernel_loader.layers.kernelizer import REASON
+from kernel_loader.layers.model import refuse_no_module
 from kernel_loader.layers.swap import base_of, kernel_of
 
 if TYPE_CHECKING:
@@ -80,7 +81,11 @@ def kernelize_report(model: nn.Module) -> KernelizeReport:
     """What became of each layer of a model that has a name in mappings, and of the functions that it calls.
 
     It is read off the model as it is now: a copy, or one that was loaded from a file, tells its own.
+
+    Raises:
+        RequestError: it is no model.
     """
+    refuse_no_module(model)
     counts: Counter[LayerReport] = Counter()
     paths: dict[LayerReport, str] = {}
     seen: set[int] = set()

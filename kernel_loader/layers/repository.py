@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kernel_loader.api import default_loader, origin
-from kernel_loader.errors import KernelizeError, LockError, LockMissing, RequestError
+from kernel_loader.arguments import trusted
+from kernel_loader.errors import KernelizeError, LockError, LockMissing, RequestError, SourceError
 from kernel_loader.loader import KernelLoader
 from kernel_loader.lock import locked_commit
 
@@ -74,16 +75,16 @@ class LayerRepository:
         layer_name: str,
         revision: str | None = None,
         version: int | None = None,
-        trust_remote_code: bool | list[str] | tuple[str, ...] = False,
+        trust_remote_code: bool | str | list[str] | tuple[str, ...] = False,
     ) -> None:
         _refuse(repo_id, layer_name)
         if version is not None and type(version) is not int:
             raise RequestError(f"version={version!r} was given", "A version is a whole number, such as version=1.")
         if (revision is not None) == (version is not None) and ("/" in repo_id or revision is not None):
             raise RequestError(f"{repo_id} was given version={version}, revision={revision!r}", "Pass one of them.")
-        trusted = _trusted(trust_remote_code)
+        trust = trusted(trust_remote_code)
         values = {"repo_id": repo_id, "layer_name": layer_name, "revision": revision, "version": version}
-        for name, value in (values | {"trust_remote_code": trusted}).items():
+        for name, value in (values | {"trust_remote_code": trust}).items():
             object.__setattr__(self, name, value)
 
     def load(self, backend: str | None = None) -> Layer:
@@ -121,7 +122,13 @@ class LocalLayerRepository:
         """As `Repository.load`."""
         repo, usual = f"local/{self.repo_path.name}", default_loader()
         loader = KernelLoader(replace(usual.settings, local={repo: self.repo_path}), usual.host)
-        return _layer(loader.load_module(repo, backend=backend), self.layer_name)
+        try:
+            return _layer(loader.load_module(repo, backend=backend), self.layer_name)
+        except SourceError as error:
+            if not error.source.startswith(str(self.repo_path)):
+                raise
+            advice = "Correct the directory of this LocalLayerRepository in the mapping."
+            raise SourceError(error.source, error.detail, advice) from error
 
     def __str__(self) -> str:
         return f"{self.repo_path}:{self.layer_name}"
@@ -149,12 +156,12 @@ class LockedLayerRepository:
         *,
         lockfile: Path | str,
         layer_name: str,
-        trust_remote_code: bool | list[str] | tuple[str, ...] = False,
+        trust_remote_code: bool | str | list[str] | tuple[str, ...] = False,
     ) -> None:
         _refuse(repo_id, layer_name)
-        trusted = _trusted(trust_remote_code)
+        trust = trusted(trust_remote_code)
         values = {"repo_id": repo_id, "lockfile": Path(lockfile).absolute(), "layer_name": layer_name}
-        for name, value in (values | {"trust_remote_code": trusted}).items():
+        for name, value in (values | {"trust_remote_code": trust}).items():
             object.__setattr__(self, name, value)
 
     def load(self, backend: str | None = None) -> Layer:
@@ -181,14 +188,6 @@ def _refuse(*texts: object) -> None:
             raise RequestError(f"{text!r} was given", "Pass the repository and the name of the layer, as texts.")
 
 
-def _trusted(given: object) -> bool | tuple[str, ...]:
-    if isinstance(given, bool):
-        return given
-    if not isinstance(given, Collection) or isinstance(given, str):
-        raise RequestError(f"trust_remote_code={given!r} was given", "Pass True, False or a list of repositories.")
-    return tuple(given)
-
-
 def _layer(module: ModuleType, name: str) -> Layer:
     where = origin(module)
     layers = getattr(module, "layers", None)
@@ -198,9 +197,15 @@ def _layer(module: ModuleType, name: str) -> Layer:
         return Layer(found, where, untrained)
     if callable(found):
         return Layer(function_layer(found, name), where, untrained)
-    there = sorted(n for n, value in vars(layers).items() if inspect.isclass(value)) if layers is not None else []
+    there = sorted(n for n, value in vars(layers).items() if _is_layer(value)) if layers is not None else []
     detail = f"{where.where} has no layer {name}; it has {', '.join(there) or 'none'}"
     raise KernelizeError(name, "no-such-layer", detail, "Correct the name of the layer in the mapping.")
+
+
+def _is_layer(value: object) -> bool:
+    from torch import nn
+
+    return inspect.isclass(value) and issubclass(value, nn.Module) and not value.__module__.startswith("torch.")
 
 
 def function_layer(function: Callable[..., Any], name: str) -> type[nn.Module]:

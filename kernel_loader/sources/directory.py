@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -79,7 +79,7 @@ class LocalDirectories:
         except OSError as error:
             raise self._failed(root, error.strerror or str(error)) from error
         if not any(_is_variant(name) for name in builds):
-            raise self._failed(root, "there are no builds in it (build/<variant>/)")
+            raise self._failed(root, f"there are no builds in it (build/<variant>/){_not_understood(builds)}")
         return builds
 
     def _name_of(self, build: Path) -> str:
@@ -97,6 +97,16 @@ class LocalDirectories:
     def _failed(self, path: Path, detail: str) -> SourceError:
         advice = "Correct the directory in KERNEL_LOADER_LOCAL or LOCAL_KERNELS."
         return SourceError(str(path), detail, advice)
+
+
+def _not_understood(names: Iterable[str]) -> str:
+    """What keeps the first directory from being a build, whose name may be misspelt; empty where there is none."""
+    for name in sorted(names):
+        try:
+            Variant.parse(name)
+        except VariantError as error:
+            return f"; {name} is no build variant: {error.detail}"
+    return ""
 
 
 def _is_variant(name: str) -> bool:

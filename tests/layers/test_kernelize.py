@@ -939,6 +939,8 @@ def test_libraries_that_register_their_classes_never_see_a_swapped_one(kernel):
 
     @use_kernel_forward_from_hub("Scale")
     class Registered(nn.Module):
+        weight = 1
+
         def __init_subclass__(cls, *, kind, **options):
             register[cls.__name__] = cls
 
@@ -1092,3 +1094,143 @@ def test_classes_are_forgotten_with_their_models(kernel):
 def test_arguments_that_make_no_sense_are_refused(call):
     with pytest.raises(RequestError):
         call(Model())
+
+
+READS = """
+from torch import nn
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return x * self.weight * self.factor
+"""
+
+
+class Plain(nn.Module):
+    """What a layer reads of it is set by whoever makes it."""
+
+    def forward(self, x):
+        return x
+
+
+def plain(**names):
+    made = use_kernel_forward_from_hub("Scale")(type("Plain", (Plain,), {"forward": Plain.forward}))()
+    made.weight = nn.Parameter(torch.ones(4))
+    for name, value in names.items():
+        setattr(made, name, value)
+    return nn.Sequential(made)
+
+
+def test_a_module_without_what_a_kernel_reads_keeps_its_forward(kernel):
+    repository = kernel(layers=READS)
+    report = kernelize_report(kernelized(plain(), repository))
+    assert codes(plain()) != {("Scale", "misfit"): 1}
+    assert report.layers[0].code == "misfit"
+    assert "its forward reads factor of the module, which has no such thing" in report.layers[0].message
+    with pytest.raises(KernelizeError, match="reads factor") as raised:
+        kernelized(plain(), repository, use_fallback=False)
+    assert "Name a layer that fits" in str(raised.value)
+
+
+def test_modules_of_one_class_may_differ_in_what_they_have(kernel):
+    cls = use_kernel_forward_from_hub("Scale")(type("Plain", (Plain,), {"forward": Plain.forward}))
+    model = nn.Sequential(cls(), cls())
+    for module in model:
+        module.weight = nn.Parameter(torch.ones(4))
+    model[1].factor = 2
+    assert codes(kernelized(model, kernel(layers=READS))) == {("Scale", "misfit"): 1, ("Scale", "used"): 1}
+
+
+class Answers(Plain):
+    def __getattr__(self, name):
+        return 2 if name == "factor" else super().__getattr__(name)
+
+
+class Property(Plain):
+    @property
+    def factor(self):
+        raise RuntimeError("not yet")
+
+
+class OnClass(Plain):
+    factor = 2
+
+
+class SetLater(Plain):
+    def prepare(self):
+        self.factor = 2
+
+
+class RegistersLater(Plain):
+    def prepare(self):
+        self.register_buffer("factor", torch.ones(()))
+
+
+@pytest.mark.parametrize("cls", [Answers, Property, OnClass, SetLater, RegistersLater])
+def test_what_may_be_there_when_it_is_read_is_no_reason_to_refuse(kernel, cls):
+    made = use_kernel_forward_from_hub("Scale")(type("Plain", (cls,), {"forward": Plain.forward}))()
+    made.weight = nn.Parameter(torch.ones(4))
+    assert codes(kernelized(nn.Sequential(made), kernel(layers=READS))) == {("Scale", "used"): 1}
+
+
+@pytest.mark.parametrize("register", ["register_parameter", "register_buffer", "register_module"])
+def test_what_is_none_is_there(kernel, register):
+    model = plain()
+    getattr(model[0], register)("factor", None)
+    assert codes(kernelized(model, kernel(layers=READS))) == {("Scale", "used"): 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return x * self.factor if hasattr(self, 'factor') else x",
+        "self.factor = 2; return x * self.factor",
+        "try:\n            return x * self.factor\n        except AttributeError:\n            return x",
+        "return x * getattr(self, 'factor', 1)",
+    ],
+)
+def test_what_a_layer_need_not_read_is_no_reason_to_refuse(kernel, body):
+    source = f"from torch import nn\n\nclass Scale(nn.Module):\n    def forward(self, x):\n        {body}\n"
+    assert codes(kernelized(plain(), kernel(layers=source))) == {("Scale", "used"): 1}
+
+
+def test_a_misfit_that_is_refused_is_not_said_to_keep_its_forward(kernel, caplog):
+    repository = kernel(layers="from torch import nn\nclass Scale(nn.Module):\n    def forward(self, x, y): ...")
+    with pytest.raises(KernelizeError, match="Name a layer that fits in the mapping"):
+        kernelized(Model(), repository, use_fallback=False)
+    assert "keeps its own forward" not in caplog.text
+
+
+def test_a_directory_of_a_mapping_that_is_not_there_is_corrected_in_the_mapping(x):
+    with pytest.raises(kernel_loader.SourceError, match="Correct the directory of this LocalLayerRepository"):
+        kernelized(Model(), LocalLayerRepository("/nope", layer_name="Scale"), use_fallback=False)
+
+
+def test_imports_of_a_module_of_layers_are_not_listed_as_layers(kernel):
+    repository = kernel(
+        "Nope", layers="from torch import Tensor, nn\nfrom torch.nn import RMSNorm\nclass Scale(nn.Module): ..."
+    )
+    with pytest.raises(KernelizeError, match="it has Scale"):
+        kernelized(Model(), repository, use_fallback=False)
+
+
+def test_a_mapping_without_a_mode_says_so():
+    with mapped({}), pytest.raises(KernelizeError, match="is for no mode at all, not for"):
+        kernelize(Model(), mode=Mode.INFERENCE, use_fallback=False)
+
+
+@pytest.mark.parametrize("function", [kernelize_report, unkernelize])
+def test_what_is_no_model_is_refused(function):
+    with pytest.raises(RequestError, match="int object was given as the model"):
+        function(3)
+
+
+def test_one_repository_may_be_trusted_by_its_name():
+    made = LayerRepository("org/kernel", layer_name="a", version=1, trust_remote_code="org/kernel")
+    assert made.trust_remote_code == ("org/kernel",)
+
+
+@pytest.mark.parametrize("name", ["attention", "rms_norm"])
+def test_a_capability_is_no_repository_of_layers(name, cpu_machine):
+    for call in (LayerRepository(name, layer_name="RMSNorm").load, lambda: kernel_loader.load_module(name)):
+        with pytest.raises(RequestError, match=f"{name} is a capability, and a kernel is needed here. Name a kernel"):
+            call()

@@ -137,7 +137,7 @@ def test_ranges_are_for_any_kind_of_device():
         lambda: LayerRepository("org/kernel", layer_name="a", version="1"),
         lambda: LayerRepository("org/kernel", layer_name="", version=1),
         lambda: LayerRepository(5, layer_name="a", version=1),
-        lambda: LayerRepository("org/kernel", layer_name="a", version=1, trust_remote_code="org/kernel"),
+        lambda: LayerRepository("org/kernel", layer_name="a", version=1, trust_remote_code="all"),
         lambda: LayerRepository("org/kernel", layer_name="a", version=1, trust_remote_code=None),
         lambda: LockedLayerRepository("org/kernel", lockfile="x", layer_name=None),
         lambda: Device("cuda", (80, 90)),

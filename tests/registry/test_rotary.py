@@ -255,3 +255,13 @@ def test_tables_of_another_width_are_refused(transformers):
     x = random(1, 1, 2, 8)
     with pytest.raises(ValueError, match="sin: expected last dimension 8 or 4, got 1"):
         transformers(x, x, random(1, 2, 8), random(1, 2, 1))
+
+
+def test_whole_numbers_are_refused(rotary):
+    q, table = torch.ones(1, 1, 2, 4, dtype=torch.int64), torch.ones(1, 2, 4)
+    with pytest.raises(TypeError, match="q: expected a tensor of floats"):
+        rotary.apply_rotary_transformers(q, q.float(), table, table)
+    with pytest.raises(TypeError, match="k: expected a tensor of floats"):
+        rotary.apply_rotary_transformers(q.float(), q, table, table)
+    with pytest.raises(TypeError, match="x1: expected a tensor of floats"):
+        rotary.apply_rotary(q, q, table, table, q, q, False)

@@ -29,8 +29,9 @@ def apply_rotary(
 
     Raises:
         ValueError: shapes that do not agree.
-        TypeError: the dtype of an output.
+        TypeError: x1 is not of floats, or another dtype than its own of x2 or an output.
     """
+    _refuse_integers("x1", x1)
     for name, out in (("x2", x2), ("out1", out1), ("out2", out2)):
         if out.shape != x1.shape:
             raise ValueError(f"{name}: expected shape {tuple(x1.shape)}, which x1 has, got {tuple(out.shape)}")
@@ -61,6 +62,7 @@ def apply_rotary_transformers(
 
     Raises:
         ValueError: D is odd, or the last dimension of cos or sin is neither D nor D / 2.
+        TypeError: q or k is not of floats.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _turn_halves("q", q, cos, sin), _turn_halves("k", k, cos, sin)
@@ -70,6 +72,7 @@ apply_rotary_transformers.can_torch_compile = True  # type: ignore[attr-defined]
 
 
 def _turn_halves(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    _refuse_integers(name, x)
     width, half = x.shape[-1], x.shape[-1] // 2
     if width % 2:
         raise ValueError(f"{name}: expected shape (..., D) with D even, got {tuple(x.shape)}")
@@ -89,6 +92,12 @@ def _turn(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     """The pairs turned, in the dtype of x1."""
     a, b, c, s = _wide(x1), _wide(x2), _wide(cos), _wide(sin)
     return (a * c - b * s).to(x1.dtype), (a * s + b * c).to(x1.dtype)
+
+
+def _refuse_integers(name: str, x: Tensor) -> None:
+    # What is turned would be cut off to whole numbers.
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a tensor of floats, got {x.dtype}")
 
 
 def _wide(x: Tensor) -> Tensor:
