@@ -13,7 +13,12 @@ from pathlib import Path
 START = time.perf_counter()
 
 import torch  # noqa: E402 - timed
-from safetensors import safe_open  # noqa: E402
+
+try:
+    from safetensors import safe_open
+except ModuleNotFoundError:
+    raise SystemExit("The demo reads weights with safetensors: pip install safetensors, or `make demo`.") from None
+
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
