@@ -7,6 +7,7 @@ import json
 import operator
 import re
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -96,6 +97,7 @@ def _counted(count: int, what: str) -> str:
 
 def _layout(spelt: str, *, revert: bool) -> Composition:
     """The converters that module:NAME is, or has as its conversion_mapping."""
+    from kernel_loader.errors import FusionError
     from kernel_loader.fusion.converter import compose
 
     module, _, name = spelt.partition(":")
@@ -103,9 +105,20 @@ def _layout(spelt: str, *, revert: bool) -> Composition:
         raise click.BadParameter(f"{spelt} is not of the form module:NAME", param_hint="--layout")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m kernel_loader` has it
     try:
-        composition = compose(operator.attrgetter(name)(importlib.import_module(module)))
+        found = operator.attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # whatever the module raises
-        raise click.BadParameter(f"{spelt} cannot be imported ({error})", param_hint="--layout") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if last.filename.startswith("<") else f", at {last.filename}:{last.lineno}"
+        said = f"{str(error) or type(error).__name__}{where}"
+        raise click.BadParameter(f"{spelt} cannot be imported ({said})", param_hint="--layout") from error
+    mapping: Any = getattr(found, "conversion_mapping", None) if isinstance(found, type) else found
+    try:
+        composition = compose(mapping)
+    except FusionError as error:
+        where = f"{spelt}.conversion_mapping" if isinstance(found, type) else spelt
+        raise click.BadParameter(f"{where}: {'; '.join(error.problems)}", param_hint="--layout") from error
+    if not any(composition.stages):
+        raise click.BadParameter(f"{spelt} has no converters", param_hint="--layout")
     return composition.inverse() if revert else composition
 
 

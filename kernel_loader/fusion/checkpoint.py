@@ -42,18 +42,18 @@ class Converted(NamedTuple):
     reused: int
 
 
-def plan_checkpoint(source: Path, converters: Converters) -> Plan:
+def plan_checkpoint(source: Path | str, converters: Converters) -> Plan:
     """What a conversion would do, from the headers of the files.
 
     Raises:
         FusionError: there is no checkpoint, it is damaged, or the plan has problems.
     """
-    return plan(Checkpoint.read(source).specs, converters)
+    return plan(Checkpoint.read(Path(source)).specs, converters)
 
 
 def convert_checkpoint(
-    source: Path,
-    out: Path,
+    source: Path | str,
+    out: Path | str,
     converters: Converters,
     *,
     max_shard_size: int = MAX_SHARD_SIZE,
@@ -83,7 +83,7 @@ def convert_checkpoint(
             another process is converting into it.
         OSError: something cannot be written. What is finished is kept for the next call.
     """
-    source, out = source.resolve(), out.absolute()
+    source, out = Path(source).resolve(), Path(out).absolute()
     if out == source or source in out.parents:
         raise FusionError((f"{out} lies in {source}, which is converted",), "Give another directory.")
     if max_shard_size < 1:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from kernel_loader.errors import FusionError
 from kernel_loader.fusion.operation import Operation
 from kernel_loader.fusion.operations import Stack, Unstack
 
 T = TypeVar("T")
+
+_FORM: Final = 'Write WeightConverter(["gate.weight", "up.weight"], "gate_up.weight", [Concatenate(0)]).'
 
 
 @dataclass(frozen=True, init=False)
@@ -55,6 +57,7 @@ class WeightConverter:
         *,
         optional: bool = False,
     ) -> None:
+        _refuse(sources, targets, operations)
         object.__setattr__(self, "sources", (sources,) if isinstance(sources, str) else tuple(sources))
         object.__setattr__(self, "targets", (targets,) if isinstance(targets, str) else tuple(targets))
         object.__setattr__(self, "operations", tuple(operations))
@@ -216,12 +219,23 @@ def _stages(converters: Converters) -> tuple[tuple[WeightConverter, ...], ...]:
         return ((converters,),)
     if isinstance(converters, HasConversion):
         return _stages(converters.conversion_mapping)
-    given: Sequence[object] = converters
+    given: object = converters
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise FusionError((f"{given!r} is no WeightConverter, and no list of them",), _FORM)
     if strangers := [converter for converter in given if not isinstance(converter, WeightConverter)]:
         raise FusionError(
             (f"{strangers[0]!r} is no WeightConverter",), "Give converters; compose(...) does sets of them in turn."
         )
     return (tuple(converters),)
+
+
+def _refuse(sources: object, targets: object, operations: object) -> None:
+    """What is of another type altogether."""
+    for what, given in (("sources", sources), ("targets", targets)):
+        if not isinstance(given, str) and not (isinstance(given, Sequence) and all(isinstance(p, str) for p in given)):
+            raise FusionError((f"the {what} of a WeightConverter are names of tensors, and not {given!r}",), _FORM)
+    if not isinstance(operations, Sequence) or not all(isinstance(one, Operation) for one in operations):
+        raise FusionError((f"the operations of a WeightConverter are a list of them, and not {operations!r}",), _FORM)
 
 
 def _is_pattern(pattern: str) -> bool:

@@ -39,6 +39,12 @@ def fuse(model: nn.Module | type[nn.Module], config: KernelConfig, *args: Any, *
         FusionError: with all problems; the model is as it was.
         KernelLoaderError: as `load_module`, where a kernel cannot be had; likewise.
     """
+    given: tuple[object, object] = (model, config)
+    is_class = isinstance(given[0], type) and issubclass(given[0], nn.Module)
+    if not (is_class or isinstance(given[0], nn.Module)) or not isinstance(given[1], KernelConfig):
+        raise FusionError((f"fuse({model!r}, {config!r}) was called",), "Pass an nn.Module and a KernelConfig.")
+    if not is_class and (args or kwargs):
+        raise FusionError(("a model was given with what a class is constructed with",), "Leave that out.")
     if isinstance(model, type):
         config.sanitize(model, *args, **kwargs)
         return _fused_class(model, config)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,25 @@ class TensorSpec(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_ints(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_int, value))
+
+
+# Annotations of the arguments of operations, and whether a value is of that kind.
+_KINDS: Final[dict[str, Callable[[object], bool]]] = {
+    "int": _is_int,
+    "bool": lambda value: isinstance(value, bool),
+    "None": lambda value: value is None,
+    "torch.dtype": lambda value: isinstance(value, torch.dtype),
+    "tuple[int, ...]": _are_ints,
+    "tuple[int, int]": _are_ints,
+}
+
+
 @dataclass(frozen=True)
 class Operation(ABC):
     """Tensors in, tensors out, and a way back."""
@@ -56,6 +75,21 @@ class Operation(ABC):
         Raises:
             FusionError: it does not take so many.
         """
+
+    def __post_init__(self, *_: object) -> None:
+        """Check that arguments are what their annotations say; a list stands for a tuple.
+
+        Raises:
+            FusionError: one is not.
+        """
+        for each in fields(self):
+            kind, value = str(each.type), getattr(self, each.name)
+            if kind.startswith("tuple") and isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, each.name, value)
+            if not any(_KINDS[one](value) for one in kind.split(" | ")):
+                problem = f"{type(self).__name__}: expected {each.name} of the kind {kind}, got {value!r}"
+                raise FusionError((problem,), "Correct the operation.")
 
     def bound(self, sources: int | None, targets: int | None) -> Operation:  # noqa: ARG002 - for those that need them
         """The operation, told how many tensors go in and come out (None: not known)."""

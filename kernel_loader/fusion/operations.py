@@ -60,9 +60,9 @@ class _Joint(Operation):
     sizes: tuple[int, ...] | None = None
     parts: int | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
         if self.sizes is not None:
-            object.__setattr__(self, "sizes", tuple(self.sizes))
             if min(self.sizes, default=-1) < 0 or self.parts not in {None, len(self.sizes)}:
                 raise self.refuses("sizes that are not negative, and as many as parts", self.sizes)
             object.__setattr__(self, "parts", len(self.sizes))
@@ -199,7 +199,8 @@ class Interleave(ToOne):
     dim: int = 0
     parts: int = 2
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
         if self.parts < 1:
             raise self.refuses("at least one part", self.parts)
 
@@ -229,7 +230,8 @@ class Deinterleave(FromOne):
     dim: int = 0
     parts: int = 2
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
         if self.parts < 1:
             raise self.refuses("at least one part", self.parts)
 
@@ -286,8 +288,8 @@ class Permute(Each):
 
     dims: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dims", tuple(self.dims))
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
         if sorted(self.dims) != list(range(len(self.dims))):
             raise self.refuses("every dimension from 0 on once", self.dims)
 
@@ -317,7 +319,10 @@ class _Margin(Each):
     size: int = -1
     multiple: InitVar[int | None] = None
 
-    def __post_init__(self, multiple: int | None) -> None:
+    def __post_init__(self, multiple: object, *_: object) -> None:
+        super().__post_init__()
+        if multiple is not None and not isinstance(multiple, int):
+            raise self.refuses("a whole number as multiple", multiple)
         if multiple is not None and (self.size != -1 or multiple < 1):
             raise self.refuses("a size, or a positive multiple to round up to", f"multiple={multiple}")
         if multiple is not None:
@@ -412,9 +417,9 @@ class _BlockFP8(Operation):
     dtype: torch.dtype = torch.bfloat16
     ue8m0: bool = False
 
-    def __post_init__(self) -> None:
-        sides: tuple[int, ...] = tuple(self.block_size)
-        object.__setattr__(self, "block_size", sides)
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
+        sides: tuple[int, ...] = self.block_size
         if len(sides) != 2 or min(sides) < 1:
             raise self.refuses("two positive numbers as block_size", self.block_size)
 

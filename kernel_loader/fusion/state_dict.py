@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from kernel_loader.errors import FusionError
 from kernel_loader.fusion.converter import Converters, compose
 from kernel_loader.fusion.operation import TensorSpec
 from kernel_loader.fusion.plan import Plan, Specs, plan
@@ -52,7 +53,14 @@ def revert_state_dict(state_dict: Mapping[str, Any], converters: Converters) -> 
 
 
 def specs_of(state_dict: Mapping[str, Any]) -> Specs:
-    """What a plan needs to know of a state dict."""
+    """What a plan needs to know of a state dict.
+
+    Raises:
+        FusionError: it is no table.
+    """
+    given: object = state_dict
+    if not isinstance(given, Mapping):
+        raise FusionError((f"{given!r} is no state dict",), "Pass a table of names and tensors.")
     return {name: TensorSpec.of(value) if isinstance(value, Tensor) else None for name, value in state_dict.items()}
 
 

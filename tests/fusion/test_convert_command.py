@@ -26,6 +26,11 @@ class Nested:
     Inner = Layout
 
 broken = [1]
+empty = []
+number = 3
+
+class OfInstances:
+    conversion_mapping = property(lambda self: CONVERTERS)
 """
 
 
@@ -126,7 +131,13 @@ WRONG = {
     "no module": (["in", "out", "--layout", "nowhere:X"], "nowhere:X cannot be imported (No module named 'nowhere')"),
     "no name": (["in", "out", "--layout", "layout"], "layout is not of the form module:NAME"),
     "no such name": (["in", "out", "--layout", "layout:X"], "has no attribute 'X'"),
-    "no converters": (["in", "out", "--layout", "layout:broken"], "1 is no WeightConverter"),
+    "no converters": (["in", "out", "--layout", "layout:broken"], "layout:broken: 1 is no WeightConverter"),
+    "none at all": (["in", "out", "--layout", "layout:empty"], "layout:empty has no converters"),
+    "a number": (["in", "out", "--layout", "layout:number"], "layout:number: 3 is no WeightConverter, and no list"),
+    "of instances": (
+        ["in", "out", "--layout", "layout:OfInstances"],
+        "layout:OfInstances.conversion_mapping: <property",
+    ),
     "size": (
         ["in", "out", "--layout", "layout:CONVERTERS", "--max-shard-size", "big"],
         "'big' is not of the form 500MB",

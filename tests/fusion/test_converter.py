@@ -422,3 +422,22 @@ def test_what_an_operation_refuses_names_the_target():
     padded = WeightConverter("a", "b", [Pad(0, 2, 4)])
     with pytest.raises(FusionError, match=re.escape("a: Unpad(dim=0, original=2, size=4): expected padding of zeros")):
         revert_state_dict({"b": torch.ones(4)}, padded)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: WeightConverter(None, "a"),
+        lambda: WeightConverter("a", [3]),
+        lambda: WeightConverter("a", "b", [Transpose]),
+        lambda: WeightConverter("a", "b", Transpose()),
+        lambda: WeightConverter("a", "b", ["T"]),
+        lambda: compose(None),
+        lambda: compose("a"),
+        lambda: convert_state_dict(None, [WeightConverter("a", "b")]),
+        lambda: convert_state_dict({}, 3),
+    ],
+)
+def test_what_is_of_another_type_altogether_is_refused(make):
+    with pytest.raises(FusionError):
+        make()

@@ -842,3 +842,12 @@ def test_a_layout_whose_conversion_is_none_is_refused_by_name(mapping, said):
     with pytest.raises(FusionError) as caught:
         make_parent_class_for_kernel_fusion(Parent, ["first", "second"], PairLayout)()
     assert "PairLayout.conversion_mapping " + said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(None, KernelConfig()), (nn.Linear(1, 1), {}), (dict, KernelConfig()), (nn.Linear(1, 1), KernelConfig(), 3)],
+)
+def test_what_is_no_model_or_no_configuration_is_refused(given):
+    with pytest.raises(FusionError):
+        fuse(*given)

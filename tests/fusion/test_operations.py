@@ -386,3 +386,27 @@ UNMADE = {
 def test_an_operation_that_means_nothing_cannot_be_made(make, message):
     with pytest.raises(FusionError, match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Concatenate("0"), "Concatenate: expected dim of the kind int, got '0'"),
+        (lambda: Concatenate(0, 3), "expected sizes of the kind tuple[int, ...] | None, got 3"),
+        (lambda: Stack(None), "expected dim of the kind int, got None"),
+        (lambda: Permute(3), "expected dims of the kind tuple[int, ...], got 3"),
+        (lambda: Cast("bf16", torch.float32), "expected dtype of the kind torch.dtype, got 'bf16'"),
+        (lambda: Pad(0, 3, multiple="4"), "expected a whole number as multiple, got 4"),
+        (lambda: QuantizeBlockFP8(128), "expected block_size of the kind tuple[int, int], got 128"),
+        (lambda: QuantizeBlockFP8(ue8m0=1), "expected ue8m0 of the kind bool, got 1"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(make, said):
+    with pytest.raises(FusionError) as caught:
+        make()
+    assert said in str(caught.value)
+
+
+def test_a_list_stands_for_a_tuple():
+    assert Permute([1, 0]) == Permute((1, 0))
+    assert hash(Concatenate(0, [1, 2])) == hash(Concatenate(0, (1, 2)))
