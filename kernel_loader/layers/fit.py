@@ -44,8 +44,8 @@ def faults(layer: type, base: type) -> tuple[str, ...]:
         return (*found, f"its signature, or that of the original, cannot be read ({error})")
 
 
-def lacking(layer: type[nn.Module], module: nn.Module) -> tuple[str, ...]:
-    """Names that forward of `layer` reads of a module in any case, and that this one has not and never gets.
+def lacking(reads: tuple[str, ...], module: nn.Module) -> tuple[str, ...]:
+    """Of the names that a layer `reads`, those that a module has not and never gets.
 
     A name that methods of the module's class speak of may be set later, and so may any where the class answers for
     names itself.
@@ -56,14 +56,14 @@ def lacking(layer: type[nn.Module], module: nn.Module) -> tuple[str, ...]:
     if cls.__getattr__ is not nn.Module.__getattr__ or cls.__getattribute__ is not object.__getattribute__:
         return ()
     there = (vars(module), module._parameters, module._buffers, module._modules)  # noqa: SLF001 - None is one that is there
-    missing = [name for name in _read_by(layer) if not any(name in names for names in there)]
+    missing = [name for name in reads if not any(name in names for names in there)]
     missing = [name for name in missing if inspect.getattr_static(cls, name, _ABSENT) is _ABSENT]
     spoken_of = _names_in(cls) if missing else frozenset()
     return tuple(name for name in missing if name not in spoken_of)
 
 
-def _read_by(layer: type) -> tuple[str, ...]:
-    """What forward reads of self before its first branch. What it tries to read, or may pass over, is not needed."""
+def read_by(layer: type[nn.Module]) -> tuple[str, ...]:
+    """Names that forward of a layer reads of its module in any call: before its first branch, and not within a try."""
     code = getattr(_function_of(layer), "__code__", None)
     if isinstance(inspect.getattr_static(layer, "forward"), staticmethod) or code is None or not code.co_argcount:
         return ()

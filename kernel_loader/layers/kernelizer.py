@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from kernel_loader.errors import KernelizeError, KernelLoaderError, RequestError
 from kernel_loader.layers.decorator import Name, functions_of, is_function, names_of
 from kernel_loader.layers.device import BACKENDS, capability_of
-from kernel_loader.layers.fit import faults, lacking, unsupported
+from kernel_loader.layers.fit import faults, lacking, read_by, unsupported
 from kernel_loader.layers.mapping import Found, KernelMapping, Missing, current_mapping
 from kernel_loader.layers.mode import KernelizeFallback, Mode
 from kernel_loader.layers.model import Known, Place, given_place, named_layers, refuse_no_module
@@ -146,6 +146,7 @@ class _Planner:
         self._disabled: Final = Settings.from_env().disable_mapping
         self._decisions: Final[dict[object, Decision]] = {}
         self._layers: Final[dict[tuple[Repository, str | None], Layer | KernelLoaderError]] = {}
+        self._reads: Final[dict[Kernel, tuple[str, ...]]] = {}
 
     def decide(self, module: nn.Module, place: Place | None, known: Known) -> Decision:
         """What becomes of a module, which is not changed yet."""
@@ -179,9 +180,12 @@ class _Planner:
         kernel: Kernel | None = vars(decision.cls).get(SWAPPED)
         if kernel is None:
             return ()
-        answers = (answer.layer for answer in (kernel.training, kernel.inference) if answer is not None)
-        layers = {layer for layer in (kernel.layer, *answers) if layer is not None}
-        return tuple(dict.fromkeys(name for layer in layers for name in lacking(layer, module)))
+        reads = self._reads.get(kernel)
+        if reads is None:
+            answers = (answer.layer for answer in (kernel.training, kernel.inference) if answer is not None)
+            layers = dict.fromkeys(layer for layer in (kernel.layer, *answers) if layer is not None)
+            reads = self._reads[kernel] = tuple(dict.fromkeys(name for layer in layers for name in read_by(layer)))
+        return lacking(reads, module)
 
     def _holds(self, name: Name, module: nn.Module) -> bool:
         try:
