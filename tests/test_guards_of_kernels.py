@@ -974,3 +974,12 @@ def test_a_convolution_of_nothing_is_empty_and_has_gradients_of_zeros(shape):
     guarded(x, weight, bias, None, None, True)
     guarded(leaf(1, 3, 5), weight)
     assert len(seen) == 2
+
+
+def test_a_step_of_nothing_may_have_tensors_in_any_place():
+    seen = []
+    step = Guarded(noting(seen), ["no-rows"])
+    x, state, weight = torch.ones(0, 3), torch.ones(0, 3, 4), torch.ones(3, 4)
+    y = step(x, state, weight, None, "silu", torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+    assert y.shape == (0, 3)
+    assert seen == []

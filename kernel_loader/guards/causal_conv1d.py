@@ -82,7 +82,8 @@ def no_rows(function: Callable[..., _Result], x: Tensor, *rest: Any, **named: An
 
     The gradients are those of an empty sum. With final states, which need elements, the function is called.
     """
-    if x.numel() or (len(rest) > 4 and rest[4]) or named.get("return_final_states"):
+    final = named.get("return_final_states", rest[4] if len(rest) > 4 else False)
+    if x.numel() or final is True:  # the fifth of a step is a tensor
         return function(x, *rest, **named)
     learned = [t for t in (*rest, *named.values()) if isinstance(t, Tensor) and t.requires_grad]
     return torch.stack([x.clone(), *((0 * t).sum().to(x.dtype).expand_as(x) for t in learned)]).sum(0)

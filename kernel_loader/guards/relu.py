@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import torch
 from torch import Tensor
 
-# Bytes that builds for x86 CPUs load and store at a time, by instructions that fail elsewhere than at a multiple.
-_ALIGNMENT: Final = 16
+from kernel_loader.guards.memory import is_whole, whole
 
 
 def aligned(function: Callable[..., Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -21,13 +19,14 @@ def aligned(function: Callable[..., Tensor], x: Tensor, out: Tensor | None = Non
     if not x.numel():
         return torch.empty_like(x) if out is None else out
     x = x.contiguous()
-    if not _is_whole(x):
-        x = x.clone()
-    if out is None or _is_whole(out):
+    if not _fits(x):
+        x = whole(x)
+    if out is None or _fits(out):
         return function(x, out)
     out.copy_(function(x, torch.empty_like(out, memory_format=torch.contiguous_format)))
     return out
 
 
-def _is_whole(x: Tensor) -> bool:
-    return x.is_contiguous() and (x.device.type != "cpu" or x.data_ptr() % _ALIGNMENT == 0)
+def _fits(x: Tensor) -> bool:
+    # Builds for x86 CPUs load and store by instructions that fail elsewhere than at a multiple of 16 bytes.
+    return x.is_contiguous() and (x.device.type != "cpu" or is_whole(x))
