@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kernel_loader.errors import HubUnavailable, KernelLoaderError, NoCompatibleBuild, NotCached, SourceError
 from kernel_loader.host import Host
 from kernel_loader.manifest import Manifest, normalise
-from kernel_loader.provenance import REFERENCE
 from kernel_loader.resolver import Candidate, Resolution, Verdict, resolve, said_of_all
 from kernel_loader.rules import Advisory, version_of
 from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Listing, LocalDirectories, Request, Source, embedded
+from kernel_loader.variant import REFERENCE
 
 if TYPE_CHECKING:
     from kernel_loader.capability import Offer, Wanted

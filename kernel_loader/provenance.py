@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, NamedTuple
-
-# The one name of a build for no backend in particular. Embedded, it is the reference of its kernel.
-REFERENCE: Final = "torch-universal"
+from typing import NamedTuple
 
 
 class Origin(NamedTuple):

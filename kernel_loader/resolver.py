@@ -30,7 +30,7 @@ from kernel_loader.rules import (
     advisory_rules,
     judge,
 )
-from kernel_loader.variant import Variant
+from kernel_loader.variant import REFERENCE, Variant
 
 Status = Literal["accepted", "unknown", "rejected"]
 
@@ -323,7 +323,7 @@ def said_of_all(
     Returns:
         Why none can run on the host, by what the manifest demands; and what advisories say of the version.
     """
-    any_build = Build("", Variant.parse("torch-universal"), requires=requires, version=version)
+    any_build = Build("", Variant.parse(REFERENCE), requires=requires, version=version)
     against = judge(REQUIRES_RULES, host, any_build) if requires is not NOTHING else ()
     return tuple(r for r in against if isinstance(r, Reject)), judge(advisory_rules(advisories), host, any_build)
 

@@ -27,6 +27,9 @@ CPUS: Final = ("x86_64", "aarch64")
 UNVERSIONED: Final = ("cpu", "metal", "neuron", "tpu")
 NOARCH: Final = ("cpu", "cuda", "metal", "neuron", "rocm", "tpu", "xpu", "npu", "universal")
 
+# The one name of a build for no backend in particular. Embedded, it is the reference of its kernel.
+REFERENCE: Final = "torch-universal"
+
 # backend kind -> (prefix in a name, digits of the major version)
 _VERSIONED: Final = {"cuda": ("cu", 2), "rocm": ("rocm", 1), "xpu": ("xpu", 4), "cann": ("cann", 1)}
 _KIND_OF_PREFIX: Final = {prefix: kind for kind, (prefix, _) in _VERSIONED.items()}

@@ -19,10 +19,11 @@ from typing import Final
 from kernel_loader.errors import KernelLoaderError
 from kernel_loader.importer import FINDER, HOME, module_name, package_directory
 from kernel_loader.metadata import FILE_NAME, Metadata
-from kernel_loader.provenance import REFERENCE, Origin
+from kernel_loader.provenance import Origin
 from kernel_loader.settings import Settings
 from kernel_loader.sources import Fetched, Listing, LocalDirectories, Request, embedded
 from kernel_loader.store import Store
+from kernel_loader.variant import REFERENCE
 
 _CHILD: Final = rf"{re.escape(HOME)}\.(?P<stem>[0-9a-z_]+)_(?P<digest>[0-9a-f]{{12}})"
 
