@@ -40,7 +40,8 @@ def loads_converted(
     """Make a module speak the original layout in `load_state_dict` and `state_dict`, its own and its parents'.
 
     Loading takes the original names or those of the module, group by group; where both are called the same, it takes
-    tensors for converted only if their shapes and dtypes fit nothing else. Missing and unexpected keys, and shapes that
+    tensors for converted only if their shapes and dtypes fit nothing else. Of a group that is there in part, the rest
+    stays as it is, if its conversion is exact; otherwise all of it does. Missing and unexpected keys, and shapes that
     differ, are reported in original names. `state_dict` gives the original layout. What is converted is a copy there:
     it does not change with the parameters, and does not require grad whatever `keep_vars` says.
 

@@ -190,11 +190,8 @@ class Unstack(FromOne):
 
 
 @dataclass(frozen=True)
-class Interleave(ToOne):
-    """Rows of the sources in turn: the i-th along `dim` of source s becomes the (parts * i + s)-th.
-
-    With gate and up it is the layout of GPT-OSS: gate at `[..., ::2]`, up at `[..., 1::2]`.
-    """
+class _InTurn(Operation):
+    """What Interleave and Deinterleave share."""
 
     dim: int = 0
     parts: int = 2
@@ -207,6 +204,14 @@ class Interleave(ToOne):
     @property
     def _count(self) -> int | None:
         return self.parts
+
+
+@dataclass(frozen=True)
+class Interleave(_InTurn, ToOne):
+    """Rows of the sources in turn: the i-th along `dim` of source s becomes the (parts * i + s)-th.
+
+    With gate and up it is the layout of GPT-OSS: gate at `[..., ::2]`, up at `[..., 1::2]`.
+    """
 
     def inverse(self) -> Deinterleave:
         """`Deinterleave` into the same parts."""
@@ -224,20 +229,8 @@ class Interleave(ToOne):
 
 
 @dataclass(frozen=True)
-class Deinterleave(FromOne):
+class Deinterleave(_InTurn, FromOne):
     """Every `parts`-th row along `dim`, beginning with the first, the second, ...: one target each."""
-
-    dim: int = 0
-    parts: int = 2
-
-    def __post_init__(self, *_: object) -> None:
-        super().__post_init__()
-        if self.parts < 1:
-            raise self.refuses("at least one part", self.parts)
-
-    @property
-    def _count(self) -> int | None:
-        return self.parts
 
     def inverse(self) -> Interleave:
         """`Interleave` of the same parts."""
