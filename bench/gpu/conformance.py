@@ -5,8 +5,8 @@ Published builds are found through KERNEL_LOADER_LOCAL, so that no Hub is needed
     KERNEL_LOADER_LOCAL=org/name=DIRECTORY python bench/gpu/conformance.py RESULT.md PLOTS finegrained_fp8 ...
 
 The page is written after each part, so that a run which is cut short leaves what came before.
-FINEGRAINED_AUTOTUNE_TRIALS=1 keeps finegrained_fp8 from trying 60 configurations of every shape in a check; leave it
-out where `bench` counts.
+FINEGRAINED_AUTOTUNE_TRIALS=1 shortens the searches of finegrained_fp8 in a check, though not those of its kernels that
+try every configuration of every shape; leave it out where `bench` counts.
 """
 
 import os
