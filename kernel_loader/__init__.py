@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kernel_loader.conformance import prewarm as prewarm
     from kernel_loader.errors import (
         AbiMismatch as AbiMismatch,
+        BundleError as BundleError,
         CyclicDependency as CyclicDependency,
         FusionError as FusionError,
         HostError as HostError,
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
         KernelizeError as KernelizeError,
         KernelLoaderError as KernelLoaderError,
         LockError as LockError,
+        LockMismatch as LockMismatch,
         LockMissing as LockMissing,
+        LockStale as LockStale,
         ManifestError as ManifestError,
         MetadataError as MetadataError,
         MissingDependency as MissingDependency,
@@ -95,6 +98,7 @@ if TYPE_CHECKING:
         use_kernelized_func as use_kernelized_func,
     )
     from kernel_loader.loader import KernelLoader as KernelLoader, Prefetched as Prefetched
+    from kernel_loader.lock import Lock as Lock
     from kernel_loader.provenance import Origin as Origin
     from kernel_loader.resolver import Resolution as Resolution, Verdict as Verdict
     from kernel_loader.rules import Reason as Reason
@@ -107,6 +111,7 @@ _HOMES = {
     "conformance": ("prewarm",),
     "errors": (
         "AbiMismatch",
+        "BundleError",
         "CyclicDependency",
         "FusionError",
         "HostError",
@@ -116,7 +121,9 @@ _HOMES = {
         "KernelLoaderError",
         "KernelizeError",
         "LockError",
+        "LockMismatch",
         "LockMissing",
+        "LockStale",
         "ManifestError",
         "MetadataError",
         "MissingDependency",
@@ -179,6 +186,7 @@ _HOMES = {
         "use_kernelized_func",
     ),
     "loader": ("KernelLoader", "Prefetched"),
+    "lock": ("Lock",),
     "provenance": ("Origin",),
     "resolver": ("Resolution", "Verdict"),
     "rules": ("Reason",),

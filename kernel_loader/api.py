@@ -414,8 +414,11 @@ def prefetch(
     hosts: Iterable[Host] | Host | None = None,
     all_variants: bool = False,
     trust_remote_code: bool | Collection[str] = False,
+    dry_run: bool = False,
 ) -> list[Prefetched]:
     """Bring builds into the store, so that loading them asks nothing of the network. Imports nothing.
+
+    With them come the kernels that they depend on.
 
     Args:
         kernels: registered names, bundle classes, capabilities, or repositories ("org/name", "org/name@3",
@@ -423,12 +426,13 @@ def prefetch(
         hosts: machines to choose builds for, or one; this one by default.
         all_variants: every build of the repository, not only the one that fits.
         trust_remote_code: as in `load_module`, for kernels that are given as repositories.
+        dry_run: fetch nothing; tell what would be, and how many bytes.
 
     Raises:
         As `load_kernel` and `load_module`, apart from what only importing can raise.
     """
     return default_loader().prefetch(
-        kernels, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code
+        kernels, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code, dry_run=dry_run
     )
 
 

@@ -63,6 +63,7 @@ class Choice(NamedTuple):
         manifest: the kernel in the repository that the build is from; None for an embedded build.
         warnings: sentences whose subject is the kernel.
         of_training: the same of faults that keep layers out of training, where only layers are taken.
+        looked: what was found in each repository that was looked at before this build was chosen.
     """
 
     source: Source
@@ -72,6 +73,7 @@ class Choice(NamedTuple):
     why: str
     warnings: tuple[str, ...] = ()
     of_training: tuple[str, ...] = ()
+    looked: tuple[Looked, ...] = ()
 
     @property
     def embedded(self) -> bool:
@@ -119,9 +121,9 @@ class Chooser:
             NoCompatibleBuild: nothing fits, or only the reference, and that is refused.
         """
         host = host.select(ask.backend)
-        looked = self._look(ask.manifest, host)
+        looked = self.look(ask.manifest, host)
         if looked[-1].resolution.chosen is not None:
-            return _choice(looked[-1])
+            return _choice(looked[-1])._replace(looked=tuple(looked))
         resolution = _together(looked)
         if ask.manifest.reference is None:
             raise self._nothing_fits(ask, looked[0], resolution)
@@ -130,7 +132,8 @@ class Chooser:
         is_all = ask.request is None and ask.manifest.name not in self._disabled
         if is_all:
             resolution = _without_reference(found.resolution)
-        choice = _choice(found) if found.resolution.chosen is not None else None
+        taken = _choice(found) if found.resolution.chosen is not None else None
+        choice = taken._replace(looked=tuple(looked)) if taken is not None else None
         if choice is None or (choice.reference and ask.fallback == "error"):
             raise self._nothing_fits(ask, looked[0], resolution)
         if is_all and not (choice.reference and resolution.verdicts):
@@ -159,7 +162,7 @@ class Chooser:
             SourceError: a repository cannot be asked, unless `partly`.
         """
         host = host.select(ask.backend)
-        looked = self._look(ask.manifest, host, partly=partly)
+        looked = self.look(ask.manifest, host, partly=partly)
         doubt = looked[-1].resolution.undecided
         if doubt and ask.fallback == "reference" and ask.manifest.reference is not None:
             # As `load` has it: what cannot be had leaves the reference.
@@ -238,7 +241,7 @@ class Chooser:
             raise NoCompatibleBuild(str(wanted), _nothing_serves(wanted, found.candidates, found.host))
         return able[found.kernel], ""
 
-    def _look(self, manifest: Manifest, host: Host, *, partly: bool = False) -> list[Looked]:
+    def look(self, manifest: Manifest, host: Host, *, partly: bool = False) -> list[Looked]:
         """The kernel's repositories in their order, up to the first that has a build which fits. At least one."""
         looked: list[Looked] = []
         for candidate in (manifest, *manifest.alternatives):

@@ -73,6 +73,18 @@ def measure(directory: Path, algorithm: Algorithm) -> dict[str, str]:
         raise _unreadable(directory, str(error)) from error
 
 
+def size_of(directory: Path) -> int:
+    """Bytes of all files of a build.
+
+    Raises:
+        SourceError: as `measure`.
+    """
+    try:
+        return sum(file.stat().st_size for _, file in _walk(directory))
+    except OSError as error:
+        raise _unreadable(directory, str(error)) from error
+
+
 def seal(directory: Path, algorithm: Algorithm = "sha256") -> bool:
     """Write the digests of a build's files into its metadata.json, keeping whatever else stands there.
 

@@ -27,6 +27,9 @@
       CyclicDependency(ValueError)        kernels need each other in a circle
       LockError(ValueError)               a lock file cannot be used
         LockMissing                       ... it is not there, or does not name the kernel
+        LockStale                         ... it has another version of the kernel than is asked for
+        LockMismatch                      ... the bytes at hand are not those that it names
+      BundleError(ValueError)             a bundle of builds cannot be used
       KernelizeError(ValueError)          a layer cannot be replaced by its kernel
       FusionError(ValueError)             modules cannot be fused, or their weights not be converted
 
@@ -461,6 +464,45 @@ class LockError(KernelLoaderError, ValueError):
 
 class LockMissing(LockError):
     """There is no lock file, or it does not name the kernel."""
+
+    @property
+    def remedy(self) -> str:
+        return "Write it with `kernel-loader lock NAME...`, or load without it: unset KERNEL_LOADER_LOCK."
+
+
+class LockStale(LockError):
+    """The lock file has another version of the kernel than is asked for."""
+
+    @property
+    def remedy(self) -> str:
+        return "Bring it up to date with `kernel-loader lock`, where the network can be reached."
+
+
+class LockMismatch(LockError):
+    """The bytes of a build are not those that the lock file names."""
+
+    @property
+    def remedy(self) -> str:
+        return (
+            "Do not run it. If the change is wanted, `kernel-loader lock --upgrade` takes it up; for a directory of "
+            "your own, load without the lock: unset KERNEL_LOADER_LOCK."
+        )
+
+
+class BundleError(KernelLoaderError, ValueError):
+    """A bundle of builds that cannot be used. Nothing of it was kept."""
+
+    file: str
+    detail: str
+    advice: str = "Make it again with `kernel-loader export`, and carry all of it; nothing was imported."
+
+    @property
+    def problem(self) -> str:
+        return f"Bundle {self.file}: {self.detail}."
+
+    @property
+    def remedy(self) -> str:
+        return self.advice
 
 
 class KernelizeError(KernelLoaderError, ValueError):

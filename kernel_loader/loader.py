@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ from kernel_loader import probe
 from kernel_loader.arguments import each, trusted
 from kernel_loader.binder import bind, bundle_class
 from kernel_loader.catalog import Catalog
-from kernel_loader.choice import Ask, Choice, Chooser, request_of, spelt_guards
+from kernel_loader.choice import Ask, Choice, Chooser, Looked, request_of, spelt_guards
 from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, RequestError
 from kernel_loader.host import Host
 from kernel_loader.importer import import_build, module_name, package_directory
@@ -34,12 +36,15 @@ from kernel_loader.provenance import Origin
 from kernel_loader.published import PublishedBuilds
 from kernel_loader.resolver import Resolution
 from kernel_loader.settings import Fallback, Settings
-from kernel_loader.sources import Fetched, LocalDirectories, Source
+from kernel_loader.sources import Fetched, LocalDirectories, Request, Source
 from kernel_loader.store import Store
 from kernel_loader.trust import Gate
 
 if TYPE_CHECKING:
     from kernel_loader.capability import Wanted
+    from kernel_loader.carry.archive import Imported
+    from kernel_loader.carry.contents import Bundle
+    from kernel_loader.lock import Lock
 
 logger = logging.getLogger("kernel_loader")
 
@@ -47,21 +52,33 @@ _SPELT: Final = r"(?P<name>[^@]+)@(?:(?P<version>\d{1,9})|(?P<revision>.+))"
 
 
 class Prefetched(NamedTuple):
-    """A build that is ready to be loaded without the network.
+    """A build that is ready to be loaded without the network, or would be.
 
     Attributes:
         kernel: the registered name, or the repository.
         variant: name of the build; that of an embedded one where no published build fits.
-        digest: of its content.
-        path: its directory.
+        digest: of its content; None for one that is not here, where nothing was to be fetched.
+        path: its directory; None likewise.
         reference: whether it is the reference.
+        size: of all its files, in bytes.
+        here: whether it was here before.
     """
 
     kernel: str
     variant: str
-    digest: str
-    path: Path
+    digest: str | None
+    path: Path | None
     reference: bool
+    size: int
+    here: bool
+
+
+class _Planned(NamedTuple):
+    """A build that some machine takes."""
+
+    ask: Ask
+    choice: Choice
+    variant: str
 
 
 class KernelLoader:
@@ -72,10 +89,12 @@ class KernelLoader:
         host: the machine to choose builds for; by default this one, looked at when it is first needed.
         sources: where builds come from, the first that has a repository; by default the directories of the settings,
             then what is published on the Hub.
+        lock: what may be loaded, or the path of its file; by default that of the settings, where they name one.
 
     Raises:
         RequestError: something is not of its type.
         SettingsError: the environment, or a directory of the settings, cannot be read.
+        LockError: the lock file is not there, or is damaged.
     """
 
     def __init__(
@@ -83,6 +102,7 @@ class KernelLoader:
         settings: Settings | None = None,
         host: Host | None = None,
         sources: Sequence[Source] | None = None,
+        lock: Lock | Path | str | None = None,
     ) -> None:
         _refuse(settings, sources)
         s = settings if settings is not None else Settings.from_env()
@@ -90,12 +110,22 @@ class KernelLoader:
         self.catalog: Final = Catalog(s)
         self.store: Final = Store(s.cache)
         self._given_host: Final = _checked(host) if host is not None else None
-        published = PublishedBuilds(self.store, offline=s.offline, refresh_after=s.refresh_after)
+        self.lock: Final = _read_lock(lock if lock is not None else s.lock)
+        published = self._published()
         given = sources if sources is not None else (LocalDirectories(s.local), published)
         self._chooser: Final = Chooser(s, given, self.catalog.advisories)
-        self._gate: Final = Gate(published.index, None if s.offline else published.trusts, s.refresh_after)
+        self.index: Final = published.index
+        self._gate: Final = Gate(self.index, None if s.offline else published.trusts, s.refresh_after)
         self._once: Final = Once()
         self._warned: Final[set[tuple[str, str]]] = set()
+
+    def _published(self) -> PublishedBuilds:
+        s = self.settings
+        if self.lock is None:
+            return PublishedBuilds(self.store, offline=s.offline, refresh_after=s.refresh_after)
+        from kernel_loader.locked import LockedBuilds
+
+        return LockedBuilds(self.store, self.lock, offline=s.offline, refresh_after=s.refresh_after)
 
     @functools.cached_property
     def host(self) -> Host:
@@ -211,18 +241,99 @@ class KernelLoader:
         hosts: Iterable[Host] | Host | None = None,
         all_variants: bool = False,
         trust_remote_code: bool | Collection[str] = False,
+        dry_run: bool = False,
     ) -> list[Prefetched]:
         """As the function `prefetch`."""
-        ready, allowed = [], _allowed(trust_remote_code)
-        machines = _machines(hosts) if hosts is not None else (self.host,)
-        for kernel in each(kernels, "kernels"):
-            name, version, revision = spelt(kernel) if isinstance(kernel, str) else (kernel, None, None)
-            for host in machines:
-                ask = self._asked(name, version, revision, None, None, host)
-                choice = self._chooser.choose(ask, host)
-                names = choice.listing.names if all_variants and not choice.embedded else (choice.build.name,)
-                ready += [self._prefetched(ask, choice, name, allowed) for name in names]
-        return list(dict.fromkeys(ready))
+        machines, allowed = self._machines(hosts), _allowed(trust_remote_code)
+        planned = self._planned(kernels, machines, all_variants=all_variants)
+        builds = {(one.ask.manifest.name, one.choice.listing, one.variant): one for one in planned}
+        bring = self._measured if dry_run else self._prefetched
+        return [bring(one, allowed) for one in builds.values()]
+
+    def export(
+        self,
+        kernels: Iterable[str | type] | str | type,
+        file: Path | str,
+        *,
+        hosts: Iterable[Host] | Host | None = None,
+        all_variants: bool = False,
+        trust_remote_code: bool | Collection[str] = False,
+        wheel: bool = False,
+    ) -> Bundle:
+        """Prefetch kernels, and write their builds to one file, for machines that cannot reach the Hub.
+
+        Args:
+            kernels: as in `prefetch`.
+            file: the bundle (`kernels.klb`), which is replaced whole.
+            hosts: as in `prefetch`.
+            all_variants: as in `prefetch`.
+            trust_remote_code: as in `prefetch`.
+            wheel: write `<name>-<version>-py3-none-any.whl` instead, whose builds are found once it is installed.
+
+        Returns:
+            What was written. Embedded builds are part of this package, and of no bundle.
+
+        Raises:
+            RequestError: a kernel is from a directory of this machine, or the file has no name of a wheel.
+            BundleError: the file cannot be written.
+            Whatever `prefetch` raises.
+        """
+        from kernel_loader.carry.archive import write_archive, write_wheel
+        from kernel_loader.carry.gather import Gathered
+
+        allowed, gathered = _allowed(trust_remote_code), Gathered(self.index)
+        for one in self._planned(kernels, self._machines(hosts), all_variants=all_variants):
+            self._admit(one.ask, one.choice, allowed)
+            gathered.add(one.ask, one.choice, one.variant, self._fetch(one.choice, one.variant))
+        (write_wheel if wheel else write_archive)(Path(file).absolute(), gathered.bundle(), gathered.directories)
+        return gathered.bundle()
+
+    def import_bundle(self, file: Path | str) -> list[Imported]:
+        """Bring all builds of a bundle into the store, from where they are loaded without the network.
+
+        Nothing of it is visible before all of it is verified; under a lock, also against that. What is here already is
+        not read again.
+
+        Raises:
+            BundleError: the file is no bundle, not whole, of another format, or not what it says.
+            LockMismatch, LockMissing: a build is not as the lock has it, or of a repository that it does not name.
+            StoreError: the store cannot be written.
+        """
+        from kernel_loader.carry.archive import import_archive
+
+        return import_archive(Path(file).absolute(), self.store, self.index, self.lock)
+
+    def make_lock(
+        self,
+        kernels: Iterable[str],
+        *,
+        known: Lock | None = None,
+        upgrade: Collection[str] | None = (),
+        trust_remote_code: bool | Collection[str] = False,
+    ) -> Lock:
+        """Lock kernels: their repositories with all builds, and all that those depend on.
+
+        Args:
+            kernels: as in `prefetch`, as texts.
+            known: a lock; what it has stays as it is.
+            upgrade: names of kernels that are looked at anew all the same; None for all of them.
+            trust_remote_code: as in `load_module`.
+
+        Raises:
+            RequestError: a kernel to upgrade is not among the kernels.
+            TrustError: nobody has said that a repository's code may run.
+            SourceError, UnknownVersion: the Hub cannot be asked, or has no such repository or version.
+            UnknownKernel, ManifestError: as `load_kernel`.
+        """
+        from kernel_loader.locking import Locker
+
+        allowed = _allowed(trust_remote_code)
+        locker = Locker(
+            self._manifests,
+            lambda request, named: self._gate.admit(request, named=named, allowed=allowed),
+            offline=self.settings.offline,
+        )
+        return locker.lock(each(kernels, "kernels"), known, upgrade)
 
     def serving(self, kernel: str, backend: str | None = None) -> str:
         """The registered name of the kernel that serves a capability here; anything else as it is.
@@ -338,7 +449,7 @@ class KernelLoader:
         if ask.request.repo in self.settings.local:
             return self._import(ask, self._chooser.choose(ask, self.host))[0]
         # The Hub is asked about its publisher while its builds are listed, and has answered before one is fetched.
-        with self._gate.deciding(ask.request, allowed=allowed):
+        with self._gate.deciding(ask.request, allowed=allowed or self._is_locked(ask.request)):
             choice = self._chooser.choose(ask, self.host)
         return self._import(ask, choice)[0]
 
@@ -358,7 +469,7 @@ class KernelLoader:
 
     def _admit(self, ask: Ask, choice: Choice, allowed: bool | frozenset[str] = False) -> None:  # noqa: FBT001, FBT002
         request = request_of(choice.manifest) if choice.manifest is not None else None
-        if request is not None and not choice.source.is_local:
+        if request is not None and not choice.source.is_local and not self._is_locked(request):
             self._gate.admit(request, named=not ask.manifest.is_anonymous, allowed=allowed)
 
     def _import(self, ask: Ask, choice: Choice) -> tuple[ModuleType, Origin]:
@@ -367,7 +478,7 @@ class KernelLoader:
             self._warn(ask.manifest, warning)
         metadata = choice.build.metadata
         assert metadata is not None, "a build is chosen by what its metadata says"
-        fetched = choice.source.fetch(choice.listing, choice.build.name)
+        fetched = self._fetch(choice, choice.build.name)
         origin = _origin(ask, choice, fetched)
         name = module_name(choice.listing.repo, metadata, fetched.digest)
         package = package_directory(fetched.path, metadata)
@@ -386,15 +497,81 @@ class KernelLoader:
             for needed in metadata.kernel_depends
         }
 
-    def _prefetched(self, ask: Ask, choice: Choice, name: str, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: FBT001
-        self._admit(ask, choice, allowed)
+    def _fetch(self, choice: Choice, name: str) -> Fetched:
+        """A build on this machine, verified; under a lock, the one that is locked."""
         fetched = choice.source.fetch(choice.listing, name)
-        return Prefetched(
-            kernel=ask.manifest.name,
-            variant=name,
-            digest=fetched.digest,
-            path=fetched.path,
-            reference=choice.reference,
+        if self.lock is not None and not choice.embedded:
+            self.lock.check(choice.listing.repo, name, fetched.digest, choice.listing.commit)
+        return fetched
+
+    def _is_locked(self, request: Request) -> bool:
+        """Whether a lock has pinned the repository's code, which is its author's word for just these bytes."""
+        return self.lock is not None and self.lock.names(request)
+
+    # --- builds for other machines --------------------------------------------------------------------------------
+
+    def _machines(self, hosts: Iterable[Host] | Host | None) -> tuple[Host, ...]:
+        if hosts is None:
+            return (self.host,)
+        return tuple(_checked(host) for host in ((hosts,) if isinstance(hosts, Host) else each(hosts, "hosts")))
+
+    def _planned(
+        self, kernels: Iterable[str | type] | str | type, machines: tuple[Host, ...], *, all_variants: bool
+    ) -> Iterator[_Planned]:
+        """The builds that machines take of kernels, and of those that these depend on."""
+        for kernel, host in itertools.product(each(kernels, "kernels"), machines):
+            name, version, revision = spelt(kernel) if isinstance(kernel, str) else (kernel, None, None)
+            first = self._asked(name, version, revision, None, None, host)
+            asks, seen = deque([first]), set[Ask]()
+            while asks:
+                ask = asks.popleft()
+                if ask in seen:
+                    continue
+                seen.add(ask)
+                choice = self._chooser.choose(ask, host)
+                if ask is first:
+                    choice = choice._replace(looked=(*self._passed_over(name, ask, host), *choice.looked))
+                every = all_variants and not choice.embedded
+                for variant in choice.listing.names if every else (choice.build.name,):
+                    yield _Planned(ask, choice, variant)
+                    for needed in choice.source.metadata(choice.listing, variant).kernel_depends:
+                        anonymous = _of_repository(needed.repo_id)
+                        asks.append(self._ask(anonymous, needed.version, needed.revision, None, None))
+
+    def _passed_over(self, kernel: str | type, ask: Ask, host: Host) -> tuple[Looked, ...]:
+        """What was looked at of a capability's kernels before the one that serves it."""
+        if self._manifest(kernel) is not None:
+            return ()
+        offers = self.catalog.offers(self.catalog.wanted(str(kernel)), host.backend.kind)
+        before = itertools.takewhile(lambda offer: offer.manifest.name != ask.manifest.name, offers)
+        return tuple(one for offer in before if not offer.lacks for one in self._chooser.look(offer.manifest, host))
+
+    def _prefetched(self, planned: _Planned, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: FBT001
+        self._admit(planned.ask, planned.choice, allowed)
+        known = self._measured(planned, allowed)
+        fetched = self._fetch(planned.choice, planned.variant)
+        return known._replace(digest=fetched.digest, path=fetched.path)
+
+    def _measured(self, planned: _Planned, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: ARG002, FBT001
+        """What would be prefetched."""
+        ask, choice, variant = planned
+        there, size = choice.source.measure(choice.listing, variant)
+        path, digest = (there.path, there.digest) if there is not None else (None, None)
+        return Prefetched(ask.manifest.name, variant, digest, path, choice.reference, size, there is not None)
+
+    def _manifests(self, text: str) -> tuple[Manifest, ...]:
+        """The manifests of what is asked for; for a capability, of all kernels that offer it on any machine."""
+        if not isinstance(text, str):
+            raise RequestError(f"{text!r} is to be locked", "Name kernels as texts, as on the command line.")
+        name, version, revision = spelt(text)
+        manifest = self._manifest(name)
+        if manifest is not None:
+            return (self._ask(manifest, version, revision, None, None).manifest,)
+        wanted = self._wanted(name, version, revision, None, None)
+        offers = (offer.manifest for offer in self.catalog.offers(wanted, "cpu"))
+        features = frozenset(wanted.features)
+        return tuple(
+            m for m in offers if wanted.capability in m.capabilities and features <= {*m.offers(wanted.capability)}
         )
 
     def _warn(self, manifest: Manifest, message: str) -> None:
@@ -411,6 +588,18 @@ def spelt(kernel: str) -> tuple[str, int | None, str | None]:
     if match is None:
         return kernel, None, None
     return match["name"], int(match["version"]) if match["version"] else None, match["revision"]
+
+
+def _read_lock(lock: object) -> Lock | None:
+    if lock is None:
+        return None
+    from kernel_loader.lock import Lock
+
+    if isinstance(lock, str | Path):
+        return Lock.read(str(Path(lock).absolute()))
+    if not isinstance(lock, Lock):
+        raise RequestError(f"lock={lock!r} was given", "Pass a Lock, the path of its file, or leave it out.")
+    return lock
 
 
 def _check_arguments(version: object, revision: object, backend: object, fallback: object) -> None:
@@ -451,10 +640,6 @@ def _of_repository(repo: str) -> Manifest:
     if re.fullmatch(REPO, str(repo), re.ASCII) is None:
         raise RequestError(f"{repo!r} is no repository id", "It is organisation/name.")
     return Manifest(name=repo, repo=repo, revision="main", file=repo, is_anonymous=True)
-
-
-def _machines(hosts: Iterable[Host] | Host) -> tuple[Host, ...]:
-    return tuple(_checked(host) for host in ((hosts,) if isinstance(hosts, Host) else each(hosts, "hosts")))
 
 
 def _allowed(trust_remote_code: object) -> bool | frozenset[str]:

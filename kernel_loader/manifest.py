@@ -6,7 +6,7 @@ import difflib
 import keyword
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kernel_loader.errors import ManifestError
 from kernel_loader.host import BACKEND_KINDS
@@ -199,8 +199,8 @@ def _in_repository(kernel: Manifest, node: Node, keys: dict[str, Node]) -> Manif
         repo=keys["repo"].text(REPO, "a repository id (organisation/name)") if "repo" in keys else None,
         version=keys["version"].integer() if "version" in keys else None,
         revision=keys["revision"].text(r"\S+", "a branch, tag or commit") if "revision" in keys else None,
-        backends=_backends(keys["backends"]) if "backends" in keys else (),
-        requires=_requires(keys["requires"]) if "requires" in keys else NOTHING,
+        backends=read_backends(keys["backends"]) if "backends" in keys else (),
+        requires=read_requires(keys["requires"]) if "requires" in keys else NOTHING,
         entrypoints=_entrypoints(keys["entrypoints"]) if "entrypoints" in keys else kernel.entrypoints,
         guards=_guards(keys["guards"]) if "guards" in keys else {},
     )
@@ -228,17 +228,27 @@ def _offered(node: Node) -> Offered:
     if "feature" not in table or "backends" not in table:
         node.error("a table here is { feature = ..., backends = [...] }")
     name = table["feature"].text(FEATURE, "a name in lower case with dashes")
-    return Offered(name, _backends(table["backends"]))
+    return Offered(name, read_backends(table["backends"]))
 
 
-def _backends(node: Node) -> tuple[str, ...]:
+def read_backends(node: Node) -> tuple[str, ...]:
+    """Kinds of backend.
+
+    Raises:
+        The document's error: there is no such kind.
+    """
     for item in node.items():
         if item.text() not in BACKEND_KINDS:
             item.error(f"{item.text()!r} is not one of {', '.join(BACKEND_KINDS)}")
     return node.texts()
 
 
-def _requires(node: Node) -> Requires:
+def read_requires(node: Node) -> Requires:
+    """What a `requires` table demands of a host.
+
+    Raises:
+        The document's error: an unknown key, or a value of the wrong form.
+    """
     table = known(node, frozenset(_SPECIFIERS) | {"gfx", "python"})
     specifiers = {attribute: read_specifier(table[key]) for key, attribute in _SPECIFIERS.items() if key in table}
     return Requires(
@@ -246,6 +256,15 @@ def _requires(node: Node) -> Requires:
         gfx=_gfx(table["gfx"]) if "gfx" in table else (),
         python=_requirements(table["python"]) if "python" in table else (),
     )
+
+
+def requires_table(requires: Requires) -> dict[str, Any]:
+    """The table that `read_requires` reads."""
+    named = {key: getattr(requires, attribute) for key, attribute in _SPECIFIERS.items()}
+    lists = {"gfx": list(requires.gfx), "python": list(requires.python)}
+    return {key: str(value) for key, value in named.items() if value is not None} | {
+        k: v for k, v in lists.items() if v
+    }
 
 
 def _gfx(node: Node) -> tuple[str, ...]:

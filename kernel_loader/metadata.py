@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, NamedTuple, Self, cast, get_args
 
 from kernel_loader.errors import MetadataError
@@ -105,6 +105,30 @@ class Metadata(NamedTuple):
             dirty=_dirty(table["provenance"]) if "provenance" in table else False,
         )
 
+    def deciding(self) -> Self:
+        """What of it decides where the build runs, and under which name: all that `document` keeps."""
+        return self._replace(digest=None, id=None, license=None, upstream=None, source=None, dirty=False)
+
+    def document(self) -> dict[str, Any]:
+        """What decides, as metadata.json has it: `parse` of its JSON gives `deciding`."""
+        backend = {"type": self.backend, "archs": list(self.archs) if self.archs is not None else None}
+        table = {
+            "name": self.name,
+            "version": self.version,
+            "kernels-minver": self.kernels_minver,
+            "backend": _there(backend),
+            "python-depends": list(self.python_depends),
+            "kernel-depends": [
+                _there({"repo-id": needed.repo_id, "version": needed.version, "revision": needed.revision})
+                for needed in self.kernel_depends
+            ],
+        }
+        return {key: value for key, value in _there(table).items() if value not in ({}, [])}
+
+
+def _there(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value is not None}
+
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Two entries for one file would let one reader verify what another does not.
@@ -153,6 +177,21 @@ def is_safe_path(path: str) -> bool:
     # Half a surrogate pair, which JSON can spell, is no text that a file system could store.
     unportable = re.search(r"[\\:\x00-\x1f\ud800-\udfff]", path)
     return all(part not in ("", ".", "..") for part in parts) and unportable is None
+
+
+def path_problem(paths: Iterable[str]) -> str:
+    """What keeps files from lying together in the directory of a build, on every system; empty for nothing."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        if not is_safe_path(path) or "__pycache__" in path.split("/"):
+            return f"the file {path!r} lies outside its build, or its name is not portable"
+        if (other := seen.setdefault(path.casefold(), path)) is not path:
+            return f"the files {other!r} and {path!r} have one name where capitals do not count"
+    for folded, path in seen.items():
+        parts = folded.split("/")
+        if any("/".join(parts[:end]) in seen for end in range(1, len(parts))):
+            return f"the file {path!r} lies in what is a file itself"
+    return ""
 
 
 def _is_hash(value: str, algorithm: str) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kernel_loader.digest import violations
+from kernel_loader.digest import size_of, violations
 from kernel_loader.errors import HubUnavailable, IntegrityError, NotCached, SourceError
 from kernel_loader.index import Entry, Index, parse_metadata
 from kernel_loader.metadata import FILE_NAME, Metadata
@@ -101,6 +101,8 @@ class PublishedBuilds:
                 raise
             logger.warning("%s: %s It is fetched again.", entry.request, error.problem)
             self._store.remove(entry.builds[name], in_use=True)
+        if name not in entry.metadata:  # of a build that was not chosen; its digests are what it is held against
+            entry = self._read_metadata(entry, name)
         with self._store.lock(f"{entry.request.repo}@{entry.commit}/{name}"):
             entry = self._entry(listing)  # another process may have fetched it while this one waited
             return self._stored(entry, name) or self._adopt(entry, name) or self._download(entry, name)
@@ -110,10 +112,21 @@ class PublishedBuilds:
         if fetched.digest not in self._leases:
             self._leases[fetched.digest] = self._store.lease(fetched.digest)
 
-    def is_here(self, listing: Listing, name: str) -> bool:
-        """Whether a build can be fetched without asking the Hub."""
-        digest = self._entry(listing).builds.get(name)
-        return digest is not None and self._store.find(digest) is not None
+    def measure(self, listing: Listing, name: str) -> tuple[Fetched | None, int]:
+        """A build as far as it is in the store, and the bytes of its files; asked of the Hub where it is not."""
+        entry = self._entry(listing)
+        stored = self._stored(entry, name)
+        if stored is not None:
+            return stored, size_of(stored.path)
+        if (cached := self._cached(entry, name)) is not None and self._offline:
+            return None, size_of(cached.directory)
+        if self._offline:
+            self._not_cached(entry.request)
+        return None, sum(file.size for file in self._keep_files(entry, name))
+
+    def known(self, listing: Listing) -> Entry:
+        """What is known of a repository, at the commit that was listed."""
+        return self._entry(listing)
 
     def versions(self, request: Request) -> tuple[int, ...]:
         """The versions of a repository, as far as the Hub can be asked."""
@@ -180,6 +193,14 @@ class PublishedBuilds:
             self._listed[key] = pool.submit(self._hub().files, entry.request, entry.commit, name)
             pool.shutdown(wait=False)
         return self._hub().metadata(entry.request, entry.commit, name)
+
+    def _keep_files(self, entry: Entry, name: str) -> tuple[RemoteFile, ...]:
+        """The files of a build, for who will ask again."""
+        files = self._files(entry, name)
+        listed: Future[tuple[RemoteFile, ...]] = Future()
+        listed.set_result(files)
+        self._listed[entry.request.repo, entry.commit, name] = listed
+        return files
 
     def _files(self, entry: Entry, name: str) -> tuple[RemoteFile, ...]:
         listed = self._listed.pop((entry.request.repo, entry.commit, name), None)
@@ -254,7 +275,8 @@ class PublishedBuilds:
         return self._hub().download(entry.request, entry.commit, name, file, target, tell)
 
     def _publish(self, entry: Entry, name: str, staging: Path, hashes: dict[str, str]) -> Fetched:
-        metadata = parse_metadata(entry.metadata.get(name), f"{entry.request}, {name}/{FILE_NAME}")
+        text = (staging / FILE_NAME).read_bytes() if FILE_NAME in hashes else b"{}"
+        metadata = Metadata.parse(text, f"{entry.request}, {name}/{FILE_NAME}")
         if metadata.digest is not None and (found := violations(staging, metadata.digest, hashes)):
             raise IntegrityError(f"{entry.request}, {name}", found, "Do not use it before its author has looked at it.")
         source = Published(entry.request.repo, entry.request.git_revision or "main", entry.commit, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -11,3 +12,14 @@ def data_directory(name: str) -> Path:
     """The directory `registry` or `manifests`: inside the package in a wheel, beside it in a checkout."""
     inside = _PACKAGE / name
     return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def installed_builds() -> tuple[Path, ...]:
+    """The directories of builds that packages have brought (`kernel-loader export --wheel`), by name.
+
+    They share a namespace package of which nothing is ever imported, so that finding them costs a look into each
+    directory of `sys.path` and no reading of what every distribution says of itself.
+    """
+    spec = importlib.machinery.PathFinder.find_spec("kernel_loader_builds")
+    places = (Path(place) for place in (spec.submodule_search_locations if spec else None) or ())
+    return tuple(sorted(entry for place in places if place.is_dir() for entry in place.iterdir() if entry.is_dir()))

@@ -29,6 +29,7 @@ VARIABLES: Final = tuple(
         "FALLBACK",
         "IGNORE_ADVISORIES",
         "LOCAL",
+        "LOCK",
         "MANIFESTS",
         "OFFLINE",
         "PREFER",
@@ -61,6 +62,7 @@ class Settings:
         fallback: what to do when a build fails ("reference" takes the slow reference, with a warning), or when none
             fits ("error" refuses the reference). None: raise on failure, take the reference where nothing fits.
         local: repository id -> a directory that stands for it: a repository, its `build/`, or one build.
+        lock: a lock file: of what it names, no other bytes are loaded, and nothing that it does not name.
         manifests: directories with manifests of your own; the first that names a kernel wins.
         disable: kernels, by name, for which the reference is always taken.
         prefer: capability -> kernels, by name, that are asked before all others, the first one first.
@@ -76,6 +78,7 @@ class Settings:
 
     fallback: Fallback | None = None
     local: Mapping[str, Path] = field(default_factory=dict)
+    lock: Path | None = None
     manifests: tuple[Path, ...] = ()
     disable: frozenset[str] = frozenset()
     prefer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -96,6 +99,7 @@ class Settings:
             raise SettingsError("Settings", "a text", expected)
         # What a caller may write as text is a path here.
         object.__setattr__(self, "local", {repo: Path(path) for repo, path in self.local.items()})
+        object.__setattr__(self, "lock", Path(self.lock).absolute() if self.lock is not None else None)
         object.__setattr__(self, "manifests", tuple(Path(path).absolute() for path in self.manifests))
         object.__setattr__(self, "disable", frozenset(self.disable))
         object.__setattr__(self, "prefer", {name: tuple(kernels) for name, kernels in self.prefer.items()})
@@ -114,6 +118,7 @@ class Settings:
             fallback=_fallback(environ),
             # Ours is read last, so that it wins.
             local=_local(environ, "LOCAL_KERNELS", ":;") | _local(environ, f"{PREFIX}LOCAL", os.pathsep),
+            lock=_path(f"{PREFIX}LOCK", environ[f"{PREFIX}LOCK"]) if environ.get(f"{PREFIX}LOCK") else None,
             manifests=tuple(
                 _path(f"{PREFIX}MANIFESTS", part)
                 for part in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep)

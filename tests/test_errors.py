@@ -11,6 +11,7 @@ import kernel_loader
 from kernel_loader import errors
 from kernel_loader.errors import (
     AbiMismatch,
+    BundleError,
     CyclicDependency,
     FusionError,
     HostError,
@@ -20,7 +21,9 @@ from kernel_loader.errors import (
     KernelizeError,
     KernelLoaderError,
     LockError,
+    LockMismatch,
     LockMissing,
+    LockStale,
     ManifestError,
     MetadataError,
     MissingDependency,
@@ -94,6 +97,9 @@ SAMPLES = [
     CyclicDependency(("org/a@v1", "org/b@v1", "org/a@v1")),
     LockError("kernels.lock", "it cannot be read"),
     LockMissing("kernels.lock", "it does not name org/activation"),
+    LockStale("kernel-loader.lock", "it has org/activation at v1, and v2 is asked for"),
+    LockMismatch("kernel-loader.lock", "org/activation, torch-cuda: the build at hand is not what is locked"),
+    BundleError("kernels.klb", "it has no bundle.json"),
     KernelizeError("RMSNorm", "no-mode", "its kernel is for inference", "Add one to the mapping."),
     FusionError(tuple(f"tensor{i} is taken twice" for i in range(9))),
     SourceError("/nowhere", "it is not there", "Look at the path."),

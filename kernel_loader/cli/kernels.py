@@ -159,30 +159,40 @@ def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None
 
 
 @click.command()
-@click.argument("kernels", nargs=-1, required=True)
+@click.argument("kernels", nargs=-1)
 @options.hosts
-@click.option("--all-variants", is_flag=True, help="Every build of each repository, not only the one that fits.")
+@options.all_variants
+@options.lock
+@click.option("--dry-run", is_flag=True, help="Fetch nothing; show what would be, and how many bytes.")
 @options.trust
 @options.as_json
 def prefetch(
     kernels: tuple[str, ...],
     host_files: tuple[Path, ...],
     all_variants: bool,  # noqa: FBT001 - a flag of the command line
+    lock_file: Path | None,
+    dry_run: bool,  # noqa: FBT001
     trust_remote_code: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
 ) -> None:
-    """Bring the builds of KERNELS into the store, so that loading them asks nothing of the network."""
-    from kernel_loader.api import default_loader
+    """Bring the builds of KERNELS into the store, so that loading them asks nothing of the network.
 
+    With them come the kernels that they depend on. Under a lock, KERNELS are by default all that it names.
+    """
+    loader, asked = options.locked_loader(lock_file, kernels)
     hosts = [options.read_host(file) for file in host_files] or None
-    ready = default_loader().prefetch(
-        kernels, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code
+    ready = loader.prefetch(
+        asked, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code, dry_run=dry_run
     )
     if as_json:
-        click.echo(json.dumps([item._asdict() | {"path": str(item.path)} for item in ready], indent=2))
+        rows = [item._asdict() | {"path": str(item.path) if item.path is not None else None} for item in ready]
+        click.echo(json.dumps(rows, indent=2))
         return
     for item in ready:
-        click.echo(f"{item.kernel}  {item.variant}{' (reference)' if item.reference else ''}  {item.path}")
+        where = f"{item.size:,} B to fetch" if item.path is None else item.path
+        click.echo(f"{item.kernel}  {item.variant}{' (reference)' if item.reference else ''}  {where}")
+    if dry_run:
+        click.echo(f"{sum(item.size for item in ready if not item.here):,} B to fetch")
 
 
 COMMANDS: Final = (host, list_kernels, explain, load, prefetch)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kernel_loader.api import default_loader, origin
 from kernel_loader.arguments import trusted
-from kernel_loader.errors import KernelizeError, LockError, LockMissing, RequestError, SourceError
+from kernel_loader.errors import KernelizeError, RequestError, SourceError
 from kernel_loader.loader import KernelLoader
-from kernel_loader.lock import locked_commit
+from kernel_loader.lock import Lock
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,7 +140,7 @@ class LockedLayerRepository:
 
     Args:
         repo_id: "org/name".
-        lockfile: the file, `kernels.lock` of the project. It is read when the layer is loaded.
+        lockfile: the file, `kernel-loader.lock` or `kernels.lock` of the project. It is read when the layer is loaded.
         layer_name: as in `LayerRepository`.
         trust_remote_code: as in `load_module`.
     """
@@ -166,13 +166,7 @@ class LockedLayerRepository:
 
     def load(self, backend: str | None = None) -> Layer:
         """As `Repository.load`."""
-        try:
-            text = self.lockfile.read_bytes()
-        except FileNotFoundError as error:
-            raise LockMissing(str(self.lockfile), "there is no such file") from error
-        except OSError as error:
-            raise LockError(str(self.lockfile), f"it cannot be read ({error})") from error
-        commit = locked_commit(text, str(self.lockfile), self.repo_id)
+        commit = Lock.read(str(self.lockfile)).commit(self.repo_id)
         repository = LayerRepository(
             self.repo_id, layer_name=self.layer_name, revision=commit, trust_remote_code=self.trust_remote_code
         )

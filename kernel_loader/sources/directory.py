@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from kernel_loader.digest import verify
+from kernel_loader.digest import size_of, verify
 from kernel_loader.errors import IntegrityError, SourceError, VariantError
 from kernel_loader.metadata import FILE_NAME, MAX_BYTES, Metadata
 from kernel_loader.resources import data_directory
@@ -60,6 +60,11 @@ class LocalDirectories:
         if self.kind == EMBEDDED and metadata.digest is None:
             raise IntegrityError(str(directory), (f"{FILE_NAME} lists no digests",), "Install the package again.")
         return Fetched(path=directory, digest=verify(directory, metadata))
+
+    def measure(self, listing: Listing, name: str) -> tuple[Fetched | None, int]:
+        """The build, and the bytes of its files."""
+        fetched = self.fetch(listing, name)
+        return fetched, size_of(fetched.path)
 
     def hold(self, fetched: Fetched) -> None:
         """Do nothing: what lies in the directories is the user's."""

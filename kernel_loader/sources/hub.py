@@ -127,18 +127,31 @@ class Hub:
         Raises:
             IntegrityError: the listing names a file outside the build, or two that a file system may not tell apart.
         """
-        prefix = f"build/{build}/"
-        files = []
-        for entry in self._tree(request, commit, f"build/{build}", recursive=True):
+        return self._below(request, commit, f"build/{build}").get(build, ())
+
+    def builds(self, request: Request, commit: str) -> dict[str, tuple[RemoteFile, ...]]:
+        """The files of all builds at a commit, by the names of the builds, in one listing.
+
+        Raises:
+            IntegrityError: as `files`.
+        """
+        return self._below(request, commit, "build")
+
+    def _below(self, request: Request, commit: str, directory: str) -> dict[str, tuple[RemoteFile, ...]]:
+        found: dict[str, list[RemoteFile]] = {}
+        for entry in self._tree(request, commit, directory, recursive=True):
             if entry["type"] != "file":
                 continue
-            path = entry["path"].removeprefix(prefix)
-            if not entry["path"].startswith(prefix) or not is_safe_path(path):
-                raise IntegrityError(f"{request}, {build}", (f"the Hub lists {entry['path']!r}",), _REPORT)
+            build, _, path = entry["path"].removeprefix("build/").partition("/")
+            if not path and directory == "build":
+                continue  # lies beside the builds
+            if not entry["path"].startswith(f"{directory}/") or not is_safe_path(f"{build}/{path}"):
+                raise IntegrityError(f"{request}, {directory}", (f"the Hub lists {entry['path']!r}",), _REPORT)
             if not path.endswith(".pyc"):
-                files.append(self._file(path, entry, request))
-        _refuse_collisions(request, build, files)
-        return tuple(sorted(files, key=lambda file: file.path))
+                found.setdefault(build, []).append(self._file(path, entry, request))
+        for build, files in found.items():
+            _refuse_collisions(request, build, files)
+        return {build: tuple(sorted(files, key=lambda file: file.path)) for build, files in found.items()}
 
     def _file(self, path: str, entry: dict[str, Any], request: Request) -> RemoteFile:
         lfs = entry.get("lfs") or {}

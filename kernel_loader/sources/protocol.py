@@ -80,6 +80,10 @@ class Source(Protocol):
         """
         ...
 
+    def measure(self, listing: Listing, name: str) -> tuple[Fetched | None, int]:
+        """A build as far as it is here, and the bytes of all its files; fetches nothing."""
+        ...
+
     def hold(self, fetched: Fetched) -> None:
         """Keep a build from being removed as long as this process lives."""
         ...

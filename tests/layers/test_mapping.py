@@ -23,7 +23,7 @@ from kernel_loader import (
 )
 from kernel_loader.errors import LockError, LockMissing
 from kernel_loader.layers.mapping import REGISTERED, Found, KernelMapping, current_mapping, read_layers, shipped_mapping
-from kernel_loader.lock import locked_commit
+from kernel_loader.lock import Lock
 
 INFER, TRAIN, COMPILE, REST = Mode.INFERENCE, Mode.TRAINING, Mode.TORCH_COMPILE, Mode.FALLBACK
 
@@ -361,7 +361,7 @@ def entry(repo_id="org/kernel", commit=COMMIT):
 @pytest.mark.parametrize("locked", [entry(), {"repo_id": "org/kernel", "sha": COMMIT, "variants": {}}])
 def test_the_commit_is_read_from_a_lock_of_either_form(tmp_path, locked):
     text = write_lock(tmp_path, entry("org/other"), locked).read_bytes()
-    assert locked_commit(text, "kernels.lock", "org/kernel") == COMMIT
+    assert Lock.parse(text, "kernels.lock").commit("org/kernel") == COMMIT
 
 
 @pytest.mark.parametrize(
@@ -382,6 +382,6 @@ def test_a_lock_that_does_not_tell_the_commit_is_refused(tmp_path, entries, erro
     for lockfile, message in ((tmp_path / "none", "no such file"), (tmp_path, "cannot be read")):
         with pytest.raises(LockError, match=message):
             LockedLayerRepository("org/kernel", lockfile=lockfile, layer_name="Layer").load()
-    (tmp_path / "kernels.lock").write_text("no JSON")
+    (tmp_path / "kernels.lock").write_text("[{no JSON")
     with pytest.raises(LockError, match="not JSON"):
         locked.load()

@@ -1,0 +1,193 @@
+"""Commands for machines without a network: lock, export, import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kernel_loader.cli import options
+from kernel_loader.cli.project import PROJECT, read_project
+from kernel_loader.errors import LockMissing, NotCached, RequestError
+from kernel_loader.files import replace_file
+from kernel_loader.lock import FILE_NAME, Lock, LockedKernel
+from kernel_loader.settings import Settings
+
+_EVERY: Final = "*"
+
+
+@click.command()
+@click.argument("kernels", nargs=-1)
+@click.option("--file", type=click.Path(dir_okay=False, path_type=Path), help=f"The lock file; by default {FILE_NAME}.")
+@click.option(
+    "--upgrade",
+    multiple=True,
+    is_flag=False,
+    flag_value=_EVERY,
+    metavar="[NAME]",
+    help="Look anew at a kernel that is locked, or at all of them.",
+)
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 when the file is not up to date.")
+@options.trust
+@options.as_json
+def lock(
+    kernels: tuple[str, ...],
+    file: Path | None,
+    upgrade: tuple[str, ...],
+    check: bool,  # noqa: FBT001 - a flag of the command line
+    trust_remote_code: bool,  # noqa: FBT001
+    as_json: bool,  # noqa: FBT001
+) -> None:
+    """Write a lock file: which commit of each repository is loaded, and what all its builds consist of.
+
+    KERNELS are locked, and nothing else; without any, what `[tool.kernel-loader]` of the pyproject.toml here lists, or
+    else what the lock file has. What is locked already stays as it is, unless it is to be upgraded. --check alone asks
+    nobody; with --upgrade it also looks whether something newer was published.
+    """
+    from kernel_loader.loader import KernelLoader
+
+    project = read_project(Path.cwd()) if not (kernels and file) else None
+    target = file or (project.lock if project is not None else Path(FILE_NAME))
+    known = _known(target)
+    asked = kernels or (project.kernels if project is not None else ()) or _kernels_of(known)
+    if not asked:
+        advice = f"Name kernels, or list them in {PROJECT}: [tool.kernel-loader] kernels = [...]."
+        raise RequestError("there is nothing to lock", advice)
+    settings = Settings.from_env()
+    loader = KernelLoader(replace(settings, lock=None, offline=settings.offline or (check and not upgrade)))
+    try:
+        made = loader.make_lock(
+            asked,
+            known=known,
+            upgrade=None if _EVERY in upgrade else upgrade,
+            trust_remote_code=trust_remote_code,
+        )
+    except NotCached as error:
+        if not check or upgrade:
+            raise
+        changes = [f"{error.source} is not locked"]
+    else:
+        changes = _changes(known, made)
+        if not check and (changes or not target.exists()):
+            replace_file(target.absolute(), made.to_toml().encode())
+    if as_json:
+        click.echo(json.dumps({"file": str(target), "changes": changes}, indent=2))
+    else:
+        state = "is up to date" if not changes else "is not up to date" if check else "was written"
+        click.echo("\n".join([*changes, f"{target} {state}"]))
+    if check and changes:
+        raise click.exceptions.Exit(1)
+
+
+def _known(file: Path) -> Lock | None:
+    try:
+        return Lock.read(str(file))
+    except LockMissing:
+        return None
+
+
+def _kernels_of(known: Lock | None) -> tuple[str, ...]:
+    return tuple(_kernels(known))
+
+
+def _changes(known: Lock | None, made: Lock) -> list[str]:
+    """What differs, a line for each repository and kernel."""
+    old = {str(one.request): one for one in known.repositories} if known is not None else {}
+    new = {str(one.request): one for one in made.repositories}
+    lines = []
+    for name in sorted(old.keys() | new.keys()):
+        was, now = old.get(name), new.get(name)
+        if now is None:
+            lines.append(f"{name} is no longer needed")
+        elif was is None:
+            lines.append(f"{name} is locked at {now.commit[:12]}, {len(now.builds or ())} builds")
+        elif was != now:
+            lines.append(f"{name} goes from {was.commit[:12]} to {now.commit[:12]}")
+    return [*lines, *_of_kernels(_kernels(known), _kernels(made))]
+
+
+def _kernels(lock: Lock | None) -> dict[str, LockedKernel]:
+    return {kernel.name: kernel for kernel in (lock.kernels if lock is not None else ())}
+
+
+def _of_kernels(old: dict[str, LockedKernel], new: dict[str, LockedKernel]) -> Iterator[str]:
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            yield f"{name} is no longer locked"
+        elif old.get(name) != new[name]:
+            places = ", ".join(str(place.request) for place in new[name].places)
+            yield f"{name} is {'now ' if name in old else ''}from {places}"
+
+
+@click.command()
+@click.argument("kernels", nargs=-1)
+@click.option(
+    "-o", "--output", "file", required=True, type=click.Path(dir_okay=False, path_type=Path), help="What is written."
+)
+@options.hosts
+@options.all_variants
+@click.option("--wheel", is_flag=True, help="Write a wheel (NAME-VERSION-py3-none-any.whl) for `pip install`.")
+@options.lock
+@options.trust
+@options.as_json
+def export(
+    kernels: tuple[str, ...],
+    file: Path,
+    host_files: tuple[Path, ...],
+    all_variants: bool,  # noqa: FBT001 - a flag of the command line
+    wheel: bool,  # noqa: FBT001
+    lock_file: Path | None,
+    trust_remote_code: bool,  # noqa: FBT001
+    as_json: bool,  # noqa: FBT001
+) -> None:
+    """Write the builds of KERNELS to one file, which `kernel-loader import` reads on a machine without a network.
+
+    Under a lock, KERNELS are by default all that it names.
+    """
+    loader, asked = options.locked_loader(lock_file, kernels)
+    hosts = [options.read_host(one) for one in host_files] or None
+    bundle = loader.export(
+        asked, file, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code, wheel=wheel
+    )
+    rows = [
+        {"repo": one.repo, "revision": one.revision, "commit": one.commit, "variant": variant, "digest": digest}
+        | {"size": sum(listed.size for listed in bundle.files[digest])}
+        for one in bundle.repositories
+        for variant, digest in one.builds.items()
+    ]
+    if as_json:
+        click.echo(json.dumps({"file": str(file), "builds": rows}, indent=2))
+        return
+    _show(rows)
+    click.echo(f"{file}: {len(bundle.files)} builds, {bundle.size:,} B")
+
+
+@click.command("import")
+@click.argument("files", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
+@options.lock
+@options.as_json
+def import_bundles(files: tuple[Path, ...], lock_file: Path | None, as_json: bool) -> None:  # noqa: FBT001
+    """Bring the builds of bundles (FILES) into the store, verified; they are then loaded without the network."""
+    loader, _ = options.locked_loader(lock_file, ("",))
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        rows += [one._asdict() for one in loader.import_bundle(file)]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        state = "imported" if row["new"] else "here already"
+        click.echo(f"{state:12}  {row['digest'][:12]}  {row['repo']}@{row['revision']}  {row['variant']}")
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        where = f"{row['repo']}@{row['revision']}"
+        click.echo(f"{row['digest'][:12]}  {row['size']:>13,} B  {where}  {row['variant']}")
+
+
+COMMANDS: Final = (lock, export, import_bundles)
