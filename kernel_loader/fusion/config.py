@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from kernel_loader.errors import FusionError, KernelLoaderError
 from kernel_loader.fusion.layout import layer_of, problem_of_layout
-from kernel_loader.fusion.pattern import Pattern, Site, find_sites
+from kernel_loader.fusion.pattern import Pattern, Site, find_sites, shown
 from kernel_loader.layers.decorator import functions_of, names_of
 from kernel_loader.layers.device import BACKENDS
 from kernel_loader.layers.repository import LayerRepository, LocalLayerRepository, Repository
@@ -16,10 +17,23 @@ from kernel_loader.layers.repository import LayerRepository, LocalLayerRepositor
 if TYPE_CHECKING:
     from torch import nn
 
-_FORMS: Final = (
-    'Write {"RMSNorm": "org/repo:Layer"}, {"RMSNorm": ("org/repo:Layer", {"version": 1})}, {"RMSNorm": {"cuda": ...}}, '
-    'or {(("RMSNorm", "model.layers.*.input_layernorm"), ("MLP", "model.layers.*.mlp")): "org/repo:RMSNormMLP"}.'
-)
+# What to do about what is wrong.
+_MAPPING: Final = 'Write {"RMSNorm": "org/repo:Layer"}, or {(("MLP", "model.layers.*.mlp"),): "org/repo:Layer"}.'
+_KEY: Final = 'Write "RMSNorm" for a layer, and a tuple of pairs for modules, (("MLP", "model.layers.*.mlp"),) for one.'
+_PATH: Final = r'Write "model.layers.*.mlp", or re.compile(r"model\.layers\.[0-3]\.mlp"), from the root of the model.'
+_NAMES: Final = "Give each child the name by which the layout knows it."
+_UNREGISTERED: Final = "Correct the name; modules that have none are named by a path, as pairs in a tuple."
+_DEVICE: Final = 'Write one of them, such as {"cuda": "org/repo:Layer"}.'
+_NO_DEVICE: Final = 'Write a kernel for a kind of device, such as {"cuda": "org/repo:Layer"}, or leave the entry out.'
+_KERNEL: Final = 'Write "org/repo:Layer", ("org/repo:Layer", {"version": 2}), or "name:Layer" for what has a name here.'
+_REPOSITORY: Final = 'Write "org/repo:Layer", or pass use_local_kernel=True for a directory.'
+_DIRECTORY: Final = 'Write "/directory:Layer" or "./directory:Layer"; without use_local_kernel, "org/repo:Layer".'
+_LOCAL: Final = "Leave that out: what is in the directory is taken as it is."
+_OPTIONS: Final = 'Write {"version": 2} or {"revision": "main"}, and "trust_remote_code" where that is wanted.'
+_REVISION: Final = 'Write {"version": 2}, or {"revision": "main"}.'
+_LAYOUTS: Final = 'Write layouts={"Layer": "LayerLayout"}, or a class of modules for the name of it.'
+_FLAG: Final = "Pass True or False."
+_TAKEN: Final = "Leave it to one of the entries, by other paths for the rest."
 
 
 class Child(NamedTuple):
@@ -61,7 +75,8 @@ class KernelConfig:
         layouts: layer of a kernel -> its layout class, or the name of that in the kernel. By default that is the name
             of the layer followed by "Layout".
 
-    Nothing is looked at before `sanitize`, `fuse` or `layer_mapping`.
+    Nothing is looked at before `sanitize`, `fuse`, `fusions` or `layer_mapping`. The first of them that finds all
+    entries well formed has read them for good: later changes of the mapping are not seen.
     """
 
     def __init__(
@@ -76,6 +91,7 @@ class KernelConfig:
         self.use_local_kernel: Final = use_local_kernel
         self.inherit_mapping: Final = inherit_mapping
         self.layouts: Final = {} if layouts is None else layouts
+        self._last: _Reader | None = None
 
     @property
     def layer_mapping(self) -> dict[str, dict[str, Repository]]:
@@ -84,7 +100,7 @@ class KernelConfig:
         Raises:
             FusionError: an entry of any kind is malformed.
         """
-        return self._read().singles
+        return {name: dict(repositories) for name, repositories in self._right().singles.items()}
 
     @property
     def fusions(self) -> tuple[Fusion, ...]:
@@ -93,7 +109,7 @@ class KernelConfig:
         Raises:
             FusionError: an entry of any kind is malformed.
         """
-        return tuple(self._read().fusions)
+        return tuple(self._right().fusions)
 
     def sanitize(self, model: nn.Module | type[nn.Module], *args: object, **kwargs: object) -> list[list[Site]]:
         """Check everything that can be without weights.
@@ -113,26 +129,60 @@ class KernelConfig:
         Raises:
             FusionError: with all problems, not the first alone.
         """
-        read = _Reader(self)
-        problems = list(read.problems)
+        need_model(model, args or kwargs)
+        read = self._read()
+        problems = dict(read.problems)
         sites: list[list[Site]] = []
         try:
             instance = on_meta(model, *args, **kwargs) if isinstance(model, type) else model
         except FusionError as error:
-            problems += error.problems
+            problems |= dict.fromkeys(error.problems, error.advice)
         else:
-            problems += _unregistered(read, instance)
+            problems |= _unregistered(read, instance)
             sites = _sites(read.fusions, instance, problems)
-        problems += _without_layout(read.fusions)
+        problems |= _without_layout(read.fusions)
         if problems:
-            raise FusionError(tuple(problems), _FORMS)
+            raise refusal(problems)
         return sites
 
     def _read(self) -> _Reader:
-        read = _Reader(self)
+        """What the mapping says: read once, and anew as long as something is wrong with it."""
+        if self._last is None or self._last.problems:
+            self._last = _Reader(self)
+        return self._last
+
+    def _right(self) -> _Reader:
+        read = self._read()
         if read.problems:
-            raise FusionError(tuple(read.problems), _FORMS)
+            raise refusal(read.problems)
         return read
+
+
+def refusal(problems: Mapping[str, str], first: str = "", *last: str) -> FusionError:
+    """The error for all problems, which says once what to do about each.
+
+    Args:
+        problems: each with what to do about it.
+        first: what is said before all of that.
+        *last: what is said after it.
+    """
+    return FusionError(tuple(problems), " ".join(dict.fromkeys((first, *problems.values(), *last))).strip())
+
+
+def need_model(model: object, arguments: object = ()) -> None:
+    """Refuse what is neither a model nor a class of them, and a model with arguments for its class.
+
+    Raises:
+        FusionError: it is that.
+    """
+    from torch import nn
+
+    if isinstance(model, nn.Module):
+        if arguments:
+            raise FusionError(("a model was given with what a class is constructed with",), "Leave that out.")
+    elif not (isinstance(model, type) and issubclass(model, nn.Module)):
+        problem = f"the model is an nn.Module or a class of them, and {shown(model)} was given"
+        raise FusionError((problem,), "Pass the model first, and its configuration of kernels to fuse.")
 
 
 def on_meta(cls: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
@@ -151,110 +201,112 @@ def on_meta(cls: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
         raise FusionError((problem,), "Give what its constructor takes, or a model instead of the class.") from error
 
 
-def _unregistered(read: _Reader, model: nn.Module) -> list[str]:
+def _unregistered(read: _Reader, model: nn.Module) -> dict[str, str]:
     """The names of single layers that mappings do not know in a model."""
     modules = list(model.modules())
     modules += [function for module in modules for function in functions_of(module)]
     registered = {name.name for module in modules for name in names_of(type(module)).names}
+    unknown = " or ".join(repr(name) for name in read.singles if name not in registered)
     there = ", ".join(sorted(registered)) or "none"
-    return [
-        f"no layer of the model is registered as {name!r}; there is {there}"
-        for name in read.singles
-        if name not in registered
-    ]
+    return {f"no layer of the model is registered as {unknown}; it has {there}": _UNREGISTERED} if unknown else {}
 
 
-def _sites(fusions: list[Fusion], model: nn.Module, problems: list[str]) -> list[list[Site]]:
+def _sites(fusions: list[Fusion], model: nn.Module, problems: dict[str, str]) -> list[list[Site]]:
     """Where modules become one. A module that is in several places is found in each, and fused in the first."""
     modules = dict(model.named_modules(remove_duplicate=False))
     sites: list[list[Site]] = []
     taken: dict[str, Fusion] = {}
     for fusion in fusions:
         found, wrong = find_sites([child.pattern for child in fusion.children], modules)
-        problems += [f"{fusion}: {problem}" for problem in wrong]
+        problems |= {f"{fusion}: {problem}": advice for problem, advice in wrong.items()}
         first = {(id(modules[site.parent]), site.children): site for site in reversed(found)}
         sites.append([site for site in found if first[id(modules[site.parent]), site.children] is site])
         for path in (path for site in sites[-1] for path in site.paths):
             if path in taken and taken[path] is not fusion:
-                problems.append(f"{path} is taken by {taken[path]} and by {fusion}")
+                problems[f"{path} is taken by {taken[path]} and by {fusion}"] = _TAKEN
             taken.setdefault(path, fusion)
     for path, fusion in taken.items():
         parts = path.split(".")
         for whole in (".".join(parts[:count]) for count in range(1, len(parts))):
             if whole in taken:
-                problems.append(f"{path} is taken by {fusion}, and lies in {whole}, which is taken by {taken[whole]}")
+                lies = f"{path} is taken by {fusion}, and lies in {whole}, which is taken by {taken[whole]}"
+                problems[lies] = _TAKEN
     return sites
 
 
-def _without_layout(fusions: list[Fusion]) -> list[str]:
+def _without_layout(fusions: list[Fusion]) -> dict[str, str]:
     """What is wrong with kernels that are on this machine, each looked at once."""
     wanted = {
         (id(repository), fusion.layouts.get(kind)): (fusion, repository, kind)
         for fusion in fusions
         for kind, repository in [*fusion.repositories.items()][::-1]
     }
-    found = (
-        (fusion, problem_of_layout(repository, given, kind))
+    return {
+        f"{fusion}: {problem}": advice
         for (_, given), (fusion, repository, kind) in wanted.items()
-    )
-    return [f"{fusion}: {problem}" for fusion, problem in found if problem]
+        for problem, advice in problem_of_layout(repository, given, kind).items()
+    }
 
 
 class _Reader:
     """Reads the mapping of a configuration, and notes what is wrong with it."""
 
     def __init__(self, config: KernelConfig) -> None:
-        self.problems: Final[list[str]] = []
+        self.problems: Final[dict[str, str]] = {}  # with what to do about them
         self.singles: Final[dict[str, dict[str, Repository]]] = {}
         self.fusions: Final[list[Fusion]] = []
-        self._local: Final = config.use_local_kernel
+        self._local: Final = config.use_local_kernel is True
+        for flag in ("use_local_kernel", "inherit_mapping"):
+            if type(given := getattr(config, flag)) is not bool:
+                self.problems[f"{flag} is True or False, and {shown(given)} was given"] = _FLAG
         mapping: object = config.kernel_mapping
         if not isinstance(mapping, Mapping):
-            self.problems.append(f"the mapping is a table, and {mapping!r} was given")
+            self.problems[f"the mapping is a table, and {shown(mapping)} was given"] = _MAPPING
             return
         layouts, fused = self._layouts(config.layouts), set[str]()
         for key, value in mapping.items():
             name, children = self._key(key)
             repositories = self._by_device(name, value)
-            if not isinstance(key, tuple):
+            if isinstance(key, str) and key:
                 self.singles[name] = repositories
+            if not isinstance(key, tuple):
                 continue
             fused |= {layer_of(repository) for repository in repositories.values()}
-            given = {kind: layouts[n] for kind, r in repositories.items() if (n := layer_of(r)) in layouts}
+            of_kind = {kind: layouts[n] for kind, r in repositories.items() if (n := layer_of(r)) in layouts}
             if children and repositories:
-                self.fusions.append(Fusion(children, repositories, given))
+                self.fusions.append(Fusion(children, repositories, of_kind))
         for unknown in layouts.keys() - fused:
             there = ", ".join(sorted(fused)) or "none"
             problem = f"layouts has {unknown!r}, which is the layer of no entry for modules that become one"
-            self.problems.append(f"{problem}; there is {there}")
+            self.problems[f"{problem}; there is {there}"] = "Name the layer of a kernel, as it is after the colon."
 
     def _layouts(self, layouts: object) -> dict[str, str | type]:
         if not isinstance(layouts, Mapping):
-            self.problems.append(f"layouts is a table, and {layouts!r} was given")
+            self.problems[f"layouts is a table, and {shown(layouts)} was given"] = _LAYOUTS
             return {}
         wrong = {name: value for name, value in layouts.items() if not _is_layout(value)}
         for name, value in wrong.items():
-            problem = f"layouts has {value!r} for {name!r}, which is no nn.Module class and no name of one"
-            self.problems.append(problem)
+            problem = f"layouts has {shown(value)} for {name!r}, which is no nn.Module class and no name of one"
+            self.problems[problem] = _LAYOUTS
         return {name: value for name, value in layouts.items() if name not in wrong}
 
     def _key(self, key: object) -> tuple[str, tuple[Child, ...]]:
         if isinstance(key, str) and key:
             return key, ()
         if not isinstance(key, tuple) or not key:
-            self.problems.append(f"{key!r} is no key: it is the name of a layer, or a tuple of (name, path)")
+            self.problems[f"{shown(key)} is no key: it is the name of a layer, or a tuple of (name, path)"] = _KEY
             return str(key), ()
         children = []
         for pair in key:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[0]):
-                self.problems.append(f"{pair!r} in a key is no pair of a name and a path")
+                self.problems[f"{shown(pair)} in a key is no pair of a name and a path"] = _KEY
             elif not _is_path(pair[1]):
-                self.problems.append(f"{pair[0]}: {pair[1]!r} is no path, such as model.layers.*.mlp")
+                self.problems[f"{pair[0]}: {shown(pair[1])} is no path, such as model.layers.*.mlp"] = _PATH
             else:
                 children.append(Child(*pair))
         names = [child.name for child in children]
         if len({*names}) < len(names):
-            self.problems.append(f"{' + '.join(names)}: two children have one name")
+            self.problems[f"{' + '.join(names)}: two children have one name"] = _NAMES
         return " + ".join(names) or str(key), tuple(children) if len(children) == len(key) else ()
 
     def _by_device(self, name: str, value: object) -> dict[str, Repository]:
@@ -264,11 +316,11 @@ class _Reader:
         found = {}
         for device, one in value.items():
             if device not in BACKENDS:
-                self.problems.append(f"{name}: {device!r} is no kind of device; there are {', '.join(BACKENDS)}")
+                self.problems[f"{name}: {device!r} is no kind of device; there are {', '.join(BACKENDS)}"] = _DEVICE
             elif (repository := self._repository(name, one)) is not None:
                 found[device] = repository
         if not value:
-            self.problems.append(f"{name}: a table of devices with nothing in it")
+            self.problems[f"{name}: a table of devices with nothing in it"] = _NO_DEVICE
         return found
 
     def _repository(self, name: str, value: object) -> Repository | None:
@@ -276,12 +328,14 @@ class _Reader:
             return cast("Repository", value)
         text, options = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
         if not isinstance(text, str):
-            self.problems.append(f"{name}: {value!r} is no kernel, such as org/repo:Layer")
+            problem = f"{name}: {shown(value)} is no kernel, such as {self._form}"
+            self.problems[problem] = _DIRECTORY if self._local else _KERNEL
             return None
         where, _, layer = text.rpartition(":")
+        where = os.path.expanduser(where) if self._local else where  # noqa: PTH111 - as it is, where there is no such user
         if not where or not layer or (self._local and not _is_directory_name(where)):
-            form = "/directory:Layer" if self._local else "org/repo:Layer"
-            self.problems.append(f"{name}: {text!r} is no kernel of the form {form}")
+            problem = f"{name}: {text!r} is no kernel of the form {self._form}"
+            self.problems[problem] = _DIRECTORY if self._local else _KERNEL
             return None
         return (
             self._local_kernel(name, where, layer, options)
@@ -289,26 +343,31 @@ class _Reader:
             else self._of_hub(name, where, layer, options, given=isinstance(value, tuple))
         )
 
+    @property
+    def _form(self) -> str:
+        return "/directory:Layer" if self._local else "org/repo:Layer"
+
     def _local_kernel(self, name: str, where: str, layer: str, options: object) -> Repository | None:
         if options:
-            self.problems.append(f"{name}: a local kernel takes no {options!r}")
+            self.problems[f"{name}: a local kernel takes no {shown(options)}"] = _LOCAL
             return None
         return LocalLayerRepository(where, layer_name=layer)
 
     def _of_hub(self, name: str, where: str, layer: str, options: object, *, given: bool) -> Repository | None:
         if not isinstance(options, Mapping) or options.keys() - {"version", "revision", "trust_remote_code"}:
-            self.problems.append(f"{name}: {options!r} is no table of version or revision, and trust_remote_code")
+            self.problems[f"{name}: {shown(options)} is no table of version or revision, and trust_remote_code"] = (
+                _OPTIONS
+            )
             return None
         if where.count("/") > 1 or where.startswith("/") or where.endswith("/"):
-            hint = "; a directory is one with use_local_kernel=True" if where[:1] in "/.~" else ""
-            self.problems.append(f"{name}: {where!r} is no repository of the form org/repo{hint}")
+            self.problems[f"{name}: {where!r} is no repository of the form org/repo"] = _REPOSITORY
             return None
         named = {key: options[key] for key in ("version", "revision") if options.get(key) is not None}
         if "/" in where and given and len(named) != 1:
-            self.problems.append(f"{name}: give version or revision, one of them; {dict(options)!r} was given")
+            self.problems[f"{name}: give version or revision, one of them; {dict(options)!r} was given"] = _REVISION
             return None
         if "revision" in named and not (isinstance(named["revision"], str) and named["revision"]):
-            self.problems.append(f"{name}: revision {named['revision']!r} is no branch, tag or commit")
+            self.problems[f"{name}: revision {named['revision']!r} is no branch, tag or commit"] = _REVISION
             return None
         if "/" in where and not named:
             named = {"version": 1}
@@ -316,7 +375,7 @@ class _Reader:
         try:
             return LayerRepository(where, layer_name=layer, trust_remote_code=trusted, **named)
         except KernelLoaderError as error:
-            self.problems.append(f"{name}: {error.problem.rstrip('.')}")
+            self.problems[f"{name}: {error.problem.rstrip('.')}"] = error.remedy
             return None
 
 

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernel_loader.errors import FusionError
-from kernel_loader.fusion.config import Fusion
+from kernel_loader.errors import FusionError, KernelImportError
+from kernel_loader.fusion.config import Fusion, refusal
 from kernel_loader.fusion.converter import Composition, WeightConverter, compose
 from kernel_loader.fusion.fused import FUSED, gone, renames, state_of
 from kernel_loader.fusion.layout import find_layout, layer_of
@@ -18,13 +18,13 @@ from kernel_loader.fusion.pattern import Site
 from kernel_loader.fusion.plan import Plan, plan
 from kernel_loader.fusion.state_dict import specs_of
 from kernel_loader.layers.device import BACKENDS, kind_of
-from kernel_loader.layers.repository import Layer, Repository
+from kernel_loader.layers.repository import Layer, LocalLayerRepository, Repository
 from kernel_loader.layers.swap import is_hidden, kernel_of
 
 logger = logging.getLogger("kernel_loader")
 
-UNCHANGED: Final = "Nothing was changed. Correct the configuration, the layout or the model."
-
+_FIRST: Final = "Do that to the model first, and fuse it then."
+_LAYOUT: Final = "Correct the layout: what its constructor makes, or its conversion_mapping."
 _LIST: Final = "It is a list of WeightConverter, as an attribute of the layout or of its class."
 
 # Where modules and parameters keep what is called at some time.
@@ -47,10 +47,16 @@ class Draft(NamedTuple):
     steps: Plan
 
 
-def draft_for(model: nn.Module, fusion: Fusion, site: Site, layouts: dict[str, type[nn.Module]]) -> Draft | None:
-    """The fused module for a site; None where the configuration has no kernel for the device that it is on.
+def layout_for(
+    model: nn.Module, fusion: Fusion, site: Site, layouts: dict[str, type[nn.Module]]
+) -> type[nn.Module] | None:
+    """The layout for a site; None where the configuration has no kernel for the device that it is on.
 
     layouts: kind of device -> the class for it, once it was loaded.
+
+    Raises:
+        FusionError: the kernel has none, or is in a directory of this machine and cannot be imported.
+        KernelLoaderError: as `load_module`, where another kernel cannot be had.
     """
     parent = model.get_submodule(site.parent)
     kind = _kind([*(parent.get_submodule(name) for name in site.children), parent, model])
@@ -61,11 +67,18 @@ def draft_for(model: nn.Module, fusion: Fusion, site: Site, layouts: dict[str, t
     if kind not in layouts:
         repository = fusion.repositories[kind]
         layouts[kind] = find_layout(_loaded(repository, kind), fusion.layouts.get(kind), layer_of(repository))
-    return draft_of(parent, site.children, [child.name for child in fusion.children], layouts[kind])
+    return layouts[kind]
 
 
 def _loaded(repository: Repository, kind: str) -> Layer:
-    return repository.load("cpu" if BACKENDS.get(kind) == "cpu" else None)
+    try:
+        return repository.load("cpu" if BACKENDS.get(kind) == "cpu" else None)
+    except KernelImportError as error:
+        # The advice for others is of versions and fallbacks, which a directory has not.
+        if type(error) is not KernelImportError or not isinstance(repository, LocalLayerRepository):
+            raise
+        advice = f"Correct the kernel in {repository.repo_path}, or name another directory. Nothing was changed."
+        raise FusionError((error.problem.rstrip("."),), advice) from error
 
 
 def _kind(modules: Sequence[nn.Module]) -> str:
@@ -90,23 +103,24 @@ def draft_of(parent: nn.Module, children: Sequence[str], names: Sequence[str], c
         for name, tensor in state_of(module)
     }
     if problems := _done_already(parent, children):
-        raise FusionError(tuple(problems), UNCHANGED)
+        raise FusionError(tuple(problems), _FIRST)
     try:
         layout = cls(*originals)
     except Exception as error:  # whatever a constructor raises
-        reasons = _wrapped(children, originals, frozenset())
-        reasons += [f"{cls.__qualname__} cannot be made of {', '.join(children)} ({type(error).__name__}: {error})"]
-        raise FusionError(tuple(reasons), UNCHANGED) from error
+        reason = f"{cls.__qualname__} cannot be made of {', '.join(children)} ({type(error).__name__}: {error})"
+        wrapped = _wrapped(children, originals, frozenset())
+        advice = _FIRST if wrapped else "Fuse only modules that the layout is for, or correct its constructor."
+        raise FusionError((*wrapped, reason), advice) from error
     located = dict(zip(names, children, strict=True))
     conversion = compose([_located(converter, located, children[0]) for converter in _mapping_of(layout)])
     stay = frozenset(id(module) for module in layout.modules())
     problems = _wrapped(children, originals, stay) + _hooked(children, originals, stay)
     if problems:
-        raise FusionError(tuple(problems), UNCHANGED)
+        raise FusionError(tuple(problems), _FIRST)
     steps = plan(specs_of(before), conversion)
     draft = Draft(parent, tuple(children), originals, layout, conversion, before, steps)
-    if problems := [*_unfit_weights(draft), *_differences(draft)]:
-        raise FusionError(tuple(problems), UNCHANGED)
+    if unfit := dict(_unfit_weights(draft)) | dict.fromkeys(_differences(draft), _LAYOUT):
+        raise refusal(unfit)
     return draft
 
 
@@ -174,24 +188,26 @@ def _hooked(children: Sequence[str], originals: Sequence[nn.Module], stay: froze
     ]
 
 
-def _unfit_weights(one: Draft) -> Iterator[str]:
-    """Why weights cannot be stored otherwise."""
+def _unfit_weights(one: Draft) -> Iterator[tuple[str, str]]:
+    """Why weights cannot be stored otherwise, and what to do about it."""
     stay = {id(part) for part in one.layout.modules()} & {id(p) for module in one.originals for p in module.modules()}
     for group in one.steps.groups:
         sources = {name: one.before[name] for name in group.sources}
         if not renames(group):
             if len({tensor.requires_grad for tensor in sources.values()}) > 1:
-                yield f"of {', '.join(sources)}, some require grad and some do not"
+                mixed = f"of {', '.join(sources)}, some require grad and some do not"
+                yield mixed, "Let all weights that become one require grad, or none of them."
             for name, tensor in sources.items():
                 if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-                    yield f"{name} is a {type(tensor).__qualname__}, which converters do not know"
+                    unknown = f"{name} is a {type(tensor).__qualname__}, which converters do not know"
+                    yield unknown, "Fuse the model before its weights are wrapped or quantised."
                 if any(getattr(tensor, hooks, None) for hooks in _HOOKS_OF_TENSORS):
-                    yield f"{name} has hooks, which would not be called; remove them first"
+                    yield f"{name} has hooks, which would not be called; remove them first", _FIRST
         for name in group.targets:
             owner, leaf = _owner(one.layout, name.removeprefix(f"{one.children[0]}."))
             same = owner is not None and any(tensor is getattr(owner, leaf, None) for tensor in sources.values())
             if id(owner) in stay and not (same and renames(group)):
-                yield f"{name} would be written into a module that was there before; the layout shall make one"
+                yield f"{name} would be written into a module that was there before; the layout shall make one", _LAYOUT
 
 
 def _differences(one: Draft) -> list[str]:

@@ -55,10 +55,14 @@ def loads_converted(
         What takes this back: `remove()`.
 
     Raises:
-        FusionError: the module's weights are not what the converters lead to.
+        FusionError: the module's weights are not what the converters lead to, or are converted already.
     """
     converted = ConvertedModule(compose(converters), prefix, tuple(order))
-    converted.plan_of(module)
+    names = converted.names_in(module)
+    others = {name for one in _conversions_of(module) for name in one.names_in(module)}
+    if twice := [name for name in names if name in others]:
+        problem = f"{', '.join(twice)} of {type(module).__qualname__} is converted already"
+        raise FusionError((problem,), "Take that back first, by remove() of what `loads_converted` has returned.")
     converted.hook_to(module)
     return converted
 
@@ -85,9 +89,10 @@ class ConvertedModule:
         while self._handles:
             self._handles.pop().remove()
 
-    def plan_of(self, module: nn.Module) -> Plan:
-        """From the original layout to the module, as its own parameters and buffers have it."""
-        return self._plans(module)[2]
+    def names_in(self, module: nn.Module) -> tuple[str, ...]:
+        """What is converted, by names in either layout of a module."""
+        groups = self._plans(module)[2].groups
+        return self._local([name for group in groups for name in dict.fromkeys((*group.targets, *group.sources))], "")
 
     def _plans(self, module: nn.Module) -> tuple[dict[str, Any], Plan, Plan]:
         """What a module has, the way from that to the original layout, and the way there."""
@@ -171,6 +176,12 @@ class ConvertedModule:
     def _local(self, names: Sequence[str], prefix: str) -> tuple[str, ...]:
         """Names in the converters as those of a state dict in which the module has a prefix."""
         return tuple(prefix + name.removeprefix(self._prefix) for name in names)
+
+
+def _conversions_of(module: nn.Module) -> list[ConvertedModule]:
+    """Those that a module has: its own hooks tell, which copies have and `remove` takes away."""
+    owners = (getattr(hook, "__self__", None) for hook in module._load_state_dict_post_hooks.values())  # noqa: SLF001
+    return [owner for owner in owners if isinstance(owner, ConvertedModule)]
 
 
 def _is_converted(group: Group, steps: Plan, found: Mapping[str, Any]) -> bool:

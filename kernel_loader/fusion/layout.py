@@ -44,26 +44,25 @@ def find_layout(layer: Layer, given: str | type | None, name: str) -> type[nn.Mo
     found = wanted if isinstance(wanted, type) else next((s[wanted] for s in spaces if wanted in s), None)
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         there = sorted({n for space in spaces for n in space if n.endswith("Layout")})
+        first = "Name one of these" if there else "Write one beside the layer (docs/fusion.md), or give a class"
         raise FusionError(
             (f"{layer.origin.where} has no layout {wanted} for {name}; there is {', '.join(there) or 'none'}",),
-            "Name it by KernelConfig(..., layouts={...}), or give the class.",
+            f'{first} by KernelConfig(..., layouts={{"{name}": ...}}).',
         )
     return _with_forward(found, _source(layer.cls), name)
 
 
-def problem_of_layout(repository: Repository, given: str | type | None, kind: str) -> str:
-    """What is wrong with a kernel and its layout, as far as that is known without asking the Hub; empty if nothing."""
+def problem_of_layout(repository: Repository, given: str | type | None, kind: str) -> dict[str, str]:
+    """What is wrong with a kernel and its layout, as far as that is known without the Hub, and what to do about it."""
     if not _is_here(repository):
-        return ""
+        return {}
     try:
         find_layout(repository.load("cpu" if kind == "cpu" else None), given, layer_of(repository))
     except (NoCompatibleBuild, KernelImportError):
-        return ""  # on another machine it may be fine
-    except FusionError as error:
-        return error.problems[0]
+        return {}  # on another machine it may be fine
     except KernelLoaderError as error:
-        return error.problem.rstrip(".")
-    return ""
+        return {error.problem.rstrip("."): error.remedy}
+    return {}
 
 
 def _is_here(repository: Repository) -> bool:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from torch import nn
 
 from kernel_loader.errors import FusionError
 from kernel_loader.fusion.change import Apart, apply
-from kernel_loader.fusion.config import KernelConfig
-from kernel_loader.fusion.draft import UNCHANGED, draft_for, draft_of, tied
+from kernel_loader.fusion.config import KernelConfig, need_model, refusal
+from kernel_loader.fusion.draft import draft_of, layout_for, tied
 from kernel_loader.fusion.fused import fused_in, holds_fused
 from kernel_loader.fusion.layout import derived, itself
+from kernel_loader.fusion.pattern import Site, selecting, shown
 
 _Model = TypeVar("_Model", bound="nn.Module")
+
+_TIED: Final = "Untie them, or fuse without the entry for them."
 
 
 def fuse(model: nn.Module | type[nn.Module], config: KernelConfig, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -33,33 +36,37 @@ def fuse(model: nn.Module | type[nn.Module], config: KernelConfig, *args: Any, *
         **kwargs: likewise.
 
     Returns:
-        The model; for a class, one derived from it whose instances are fused when they are made.
+        The model; for a class, one derived from it whose instances are fused when they are made. Its `from_pretrained`
+        is refused: that of the class which was given loads a model, which is fused then.
 
     Raises:
         FusionError: with all problems; the model is as it was.
         KernelLoaderError: as `load_module`, where a kernel cannot be had; likewise.
     """
-    given: tuple[object, object] = (model, config)
-    is_class = isinstance(given[0], type) and issubclass(given[0], nn.Module)
-    if not (is_class or isinstance(given[0], nn.Module)) or not isinstance(given[1], KernelConfig):
-        raise FusionError((f"fuse({model!r}, {config!r}) was called",), "Pass an nn.Module and a KernelConfig.")
-    if not is_class and (args or kwargs):
-        raise FusionError(("a model was given with what a class is constructed with",), "Leave that out.")
+    need_model(model, args or kwargs)
+    if not isinstance(config, KernelConfig):
+        raise FusionError((f"config is a KernelConfig, and {shown(config)} was given",), "Pass KernelConfig({...}).")
     if isinstance(model, type):
         config.sanitize(model, *args, **kwargs)
         return _fused_class(model, config)
-    drafts, problems = [], list[str]()
-    for fusion, sites in zip(config.fusions, config.sanitize(model), strict=True):
-        layouts: dict[str, type[nn.Module]] = {}
+    drafts, problems, others = [], dict[str, str](), list[str]()
+    for sites, fusion in zip(config.sanitize(model), config.fusions, strict=True):
+        layouts, names = dict[str, type[nn.Module]](), [child.name for child in fusion.children]
+        fit, before = list[Site](), len(problems)
         for site in sites:
+            if (layout := layout_for(model, fusion, site, layouts)) is None:
+                continue
             try:
-                if (one := draft_for(model, fusion, site, layouts)) is not None:
-                    drafts.append(one)
+                drafts.append(draft_of(model.get_submodule(site.parent), site.children, names, layout))
+                fit.append(site)
             except FusionError as error:
-                problems += [f"{site.parent or 'the model'}: {problem}" for problem in error.problems]
-    problems += tied(model, drafts)
+                where = site.parent or "the model"
+                problems |= {f"{where}: {problem}": error.advice for problem in error.problems}
+        if fit and len(problems) > before:
+            others.append(f"To fuse {fusion} only where it fits, {selecting(fit)}.")
+    problems |= dict.fromkeys(tied(model, drafts), _TIED)
     if problems:
-        raise FusionError(tuple(problems), UNCHANGED)
+        raise refusal(problems, "Nothing was changed.", *others)
     apply(drafts)
     return model
 
@@ -70,8 +77,13 @@ def unfuse(model: _Model) -> _Model:
     Where a conversion is not exact, and the weights are still those that it gave, the original ones come back.
 
     Raises:
-        FusionError: weights of a fused module are no longer those of its layout; it stays fused.
+        FusionError: weights of a fused module are no longer those of its layout; it stays fused. Or it is no model.
     """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise FusionError(
+            (f"the model is an nn.Module, and {shown(given)} was given",), "Pass the model that was fused."
+        )
     # What lies in another fused module was fused after it, and comes back before it.
     while found := [(parent, fused) for _, parent, fused in fused_in(model)]:
         apart = [Apart.of(parent, fused) for parent, fused in found if not holds_fused(parent, fused)]
@@ -102,10 +114,10 @@ def make_parent_class_for_kernel_fusion(
         if missing := [name for name in names if self._modules.get(name) is None]:
             there = ", ".join(name for name, _ in self.named_children()) or "none"
             problem = f"{parent_cls.__qualname__} has no child {', '.join(missing)}; there is {there}"
-            raise FusionError((problem,), UNCHANGED)
+            raise FusionError((problem,), "Name children that its constructor makes.")
         draft = draft_of(self, names, names, kernel_cls)
         if problems := tied(self, [draft]):
-            raise FusionError(tuple(problems), UNCHANGED)
+            raise FusionError(tuple(problems), _TIED)
         apply([draft])
 
     return derived(parent_cls, {"__init__": functools.wraps(parent_cls.__init__)(__init__)}, (itself, parent_cls))
@@ -130,4 +142,16 @@ def _fused_class(cls: type[nn.Module], config: KernelConfig) -> type[nn.Module]:
         cls.__init__(self, *args, **kwargs)
         fuse(self, config)
 
-    return derived(cls, {"__init__": functools.wraps(cls.__init__)(__init__)}, (itself, cls))
+    body: dict[str, Any] = {"__init__": functools.wraps(cls.__init__)(__init__)}
+    if hasattr(cls, "from_pretrained"):
+        body["from_pretrained"] = classmethod(_from_pretrained)
+    return derived(cls, body, (itself, cls))
+
+
+def _from_pretrained(cls: type[nn.Module], /, *_: object, **__: object) -> NoReturn:
+    name = cls.__qualname__
+    problem = f"from_pretrained fills modules that are not there in {name} as `fuse` has made it"
+    advice = (
+        f"Load with the {name} that was given to `fuse`, and fuse the model: fuse({name}.from_pretrained(...), config)."
+    )
+    raise FusionError((problem,), advice)

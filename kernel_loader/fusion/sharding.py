@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,18 @@ from torch import Tensor
 from kernel_loader.errors import FusionError
 from kernel_loader.fusion.converter import Composition, Converters, Pattern, WeightConverter, compose
 from kernel_loader.fusion.operation import Operation, TensorSpec, moved
-from kernel_loader.fusion.plan import Plan, Step, plan
-from kernel_loader.fusion.split import ADVICE, Sharding, Traced, local_operation, of_scales, split_after
+from kernel_loader.fusion.plan import Plan, Specs, Step, plan
+from kernel_loader.fusion.split import (
+    ADVICE,
+    Sharding,
+    Traced,
+    are_counts,
+    local_operation,
+    need,
+    need_ranks,
+    of_scales,
+    split_after,
+)
 
 __all__ = ["BlockScales", "Sharding", "Split", "local_converters", "shard", "sharding_plan", "unshard"]
 
@@ -36,16 +46,26 @@ class BlockScales:
     Attributes:
         of: the source pattern of the weight, whose `*` are those of the scales' pattern.
         block_size: rows and columns of the weight that share a scale.
+
+    Raises:
+        FusionError: one of them is not that.
     """
 
     of: str
     block_size: tuple[int, int] = (128, 128)
 
+    def __post_init__(self) -> None:
+        form = 'Write BlockScales("*.weight", (128, 128)).'
+        need(isinstance(self.of, str), "of", "a source pattern", self.of, form)
+        right = are_counts(self.block_size, 1) and len(self.block_size) == 2
+        need(right, "block_size", "rows and columns, two whole numbers from 1", self.block_size, form)
+        object.__setattr__(self, "block_size", tuple(self.block_size))
+
 
 def sharding_plan(
     converters: Converters,
     splits: Mapping[str, Split | BlockScales | Sharding],
-    shapes: Mapping[str, TensorSpec],
+    shapes: Specs,
     world_size: int,
 ) -> dict[str, Sharding]:
     """How every tensor splits after a conversion.
@@ -58,11 +78,12 @@ def sharding_plan(
         world_size: how many ranks there are.
 
     Raises:
-        FusionError: with a line for every problem: a pattern that matches nothing, sizes that do not divide by
-            `world_size`, scales that would be split within a block, sources that split in ways which cannot be joined.
+        FusionError: an argument is of another kind; or, with a line for every problem: a pattern that matches nothing,
+            sizes that do not divide by `world_size`, scales that would be split within a block, sources that split in
+            ways which cannot be joined.
     """
-    steps = plan(shapes, converters)
     before = _of_sources(splits, shapes, world_size)
+    steps = plan(shapes, converters)
     after = {name: before[name] for name in steps.kept}
     for name, (_, sharding) in _traced(steps, before)[0].items():
         after[name] = sharding
@@ -72,7 +93,7 @@ def sharding_plan(
 def local_converters(
     converters: Converters,
     splits: Mapping[str, Split | BlockScales | Sharding],
-    shapes: Mapping[str, TensorSpec],
+    shapes: Specs,
     world_size: int,
 ) -> Composition:
     """The converters for the shards of one rank: the same, with sizes as they are there.
@@ -80,7 +101,8 @@ def local_converters(
     Raises:
         FusionError: as `sharding_plan`; or one converter has sources that split in different ways.
     """
-    local = _traced(plan(shapes, converters), _of_sources(splits, shapes, world_size))[1]
+    before = _of_sources(splits, shapes, world_size)
+    local = _traced(plan(shapes, converters), before)[1]
     return Composition(
         tuple(tuple(_localised(converter, local) for converter in stage) for stage in compose(converters).stages)
     )
@@ -90,8 +112,11 @@ def shard(tensor: Tensor, sharding: Sharding, rank: int) -> Tensor:
     """What a rank has of a tensor: contiguous and its own memory; the tensor itself where that is replicated.
 
     Raises:
-        FusionError: the tensor does not split like this, or there is no such rank.
+        FusionError: an argument is of another kind, the tensor does not split like this, or there is no such rank.
     """
+    need(isinstance(tensor, Tensor), "tensor", "a torch.Tensor", tensor, "Pass one tensor.")
+    _need_sharding(sharding)
+    need(type(rank) is int, "rank", "a whole number", rank, "Ranks are counted from 0.")
     if not 0 <= rank < sharding.world_size:
         raise FusionError((f"there is no rank {rank} of {sharding.world_size}",), "Ranks are counted from 0.")
     sharding.local(tensor.shape)
@@ -110,20 +135,28 @@ def unshard(shards: Sequence[Tensor], sharding: Sharding) -> Tensor:
     """The tensor, of what the ranks have of it, in their order; the first of them where it is replicated.
 
     Raises:
-        FusionError: not one shard a rank, or they are not shards of one tensor that splits like this.
+        FusionError: an argument is of another kind, not one shard a rank, they are not shards of one tensor that splits
+            like this, or not on one device.
     """
+    advice = "Pass a list of what the ranks have, in their order."
+    need(_are_tensors(shards), "shards", "a list of tensors", shards, advice)
+    _need_sharding(sharding)
     if len(shards) != sharding.world_size:
         raise FusionError((f"expected {sharding.world_size} shards, got {len(shards)}",), "Give one of each rank.")
-    if (dim := sharding.dim) is None:
-        return shards[0]
-    sizes = [part // sharding.world_size for part in sharding.parts]
+    dim, sizes = sharding.dim, [part // sharding.world_size for part in sharding.parts]
     kinds = {TensorSpec.of(tensor) for tensor in shards}
-    if len(kinds) > 1 or shards[0].ndim <= dim or shards[0].shape[dim] != sum(sizes):
+    if len(kinds) > 1 or (dim is not None and (shards[0].ndim <= dim or shards[0].shape[dim] != sum(sizes))):
+        along = "" if dim is None else f" with size {sum(sizes)} along dimension {dim}"
         got = ", ".join(str(TensorSpec.of(tensor)) for tensor in shards)
         raise FusionError(
-            (f"expected shards of one shape and dtype with size {sum(sizes)} along dimension {dim}, got {got}",),
+            (f"expected shards of one shape and dtype{along}, got {got}",),
             "Give the shards that `shard` made with this sharding.",
         )
+    if dim is None:
+        return shards[0]
+    if len(devices := {str(tensor.device) for tensor in shards}) > 1:
+        problem = f"expected shards on one device, got {', '.join(sorted(devices))}"
+        raise FusionError((problem,), "Bring them to one device.")
 
     def whole(bits: list[Tensor]) -> list[Tensor]:
         of_rank = [torch.split(part, sizes, dim) for part in bits]
@@ -132,10 +165,25 @@ def unshard(shards: Sequence[Tensor], sharding: Sharding) -> Tensor:
     return moved(shards, whole)[0]
 
 
+def _need_sharding(sharding: object) -> None:
+    advice = "Take the one of this tensor from what `sharding_plan` gives."
+    need(isinstance(sharding, Sharding), "sharding", "a Sharding", sharding, advice)
+
+
 def _of_sources(
-    splits: Mapping[str, Split | BlockScales | Sharding], shapes: Mapping[str, TensorSpec], world_size: int
+    splits: Mapping[str, Split | BlockScales | Sharding], shapes: Specs, world_size: int
 ) -> dict[str, Sharding]:
     """How each tensor splits before a conversion."""
+    form = 'Pass splits={"*.q_proj.weight": "colwise"}, or splits={} where nothing is split.'
+    need(_is_table(splits), "splits", "a table from patterns to how they split", splits, form)
+    for text, split in splits.items():
+        kinds = "colwise, rowwise, replicated, a BlockScales or a Sharding"
+        need(isinstance(split, str | BlockScales | Sharding), f"splits[{text!r}]", kinds, split, form)
+    form = "Pass shapes=specs_of(state_dict)."
+    need(_is_table(shapes), "shapes", "a table from names to TensorSpec", shapes, form)
+    for name, spec in shapes.items():
+        need(_is_spec(spec), f"shapes[{name!r}]", "a TensorSpec", spec, form)
+    need_ranks(world_size)
     patterns = {text: Pattern(text) for text in splits}
     found: dict[str, Sharding] = {}
     problems: list[str] = []
@@ -148,7 +196,8 @@ def _of_sources(
             unmatched.pop(text, None)
             try:
                 found[name] = _of_source(splits, text, captures, shapes, spec, world_size)
-                found[name].local(spec.shape)
+                if spec is not None:
+                    found[name].local(spec.shape)
             except FusionError as error:
                 problems += [f"{name}: {problem}" for problem in error.problems]
     problems += [f"{text} matches none of {len(shapes)} names" for text in unmatched]
@@ -157,31 +206,52 @@ def _of_sources(
     return {name: found.get(name, Sharding(world_size)) for name in shapes}
 
 
+def _are_tensors(values: object) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(value, Tensor) for value in values)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _is_spec(spec: object) -> bool:
+    if not isinstance(spec, TensorSpec):
+        return spec is None
+    shape, dtype = cast("tuple[object, object]", spec)
+    return isinstance(shape, tuple) and are_counts(shape) and isinstance(dtype, torch.dtype)
+
+
 def _of_source(
     splits: Mapping[str, Split | BlockScales | Sharding],
     pattern: str,
     captures: Sequence[str],
-    shapes: Mapping[str, TensorSpec],
-    spec: TensorSpec,
+    shapes: Specs,
+    spec: TensorSpec | None,
     world_size: int,
 ) -> Sharding:
     split = splits[pattern]
+    if split == "replicated":
+        return Sharding(world_size)
+    if spec is None:
+        raise FusionError((f"{pattern} splits it, and it is no tensor",), ADVICE)
     if isinstance(split, BlockScales):
         weight = Pattern(split.of).fill(captures) if split.of.count("*") == len(captures) else split.of
         if isinstance(splits.get(split.of, split), BlockScales) or weight not in shapes:
             raise FusionError((f"its weight {weight} is not there, or not split",), "Split the weight, too.")
-        of_weight = _of_source(splits, split.of, captures, shapes, shapes[weight], world_size)
-        return of_scales(of_weight, shapes[weight], split.block_size, spec)
+        if (of := shapes[weight]) is None:
+            raise FusionError((f"its weight {weight} is no tensor",), ADVICE)
+        of_weight = _of_source(splits, split.of, captures, shapes, of, world_size)
+        return of_scales(of_weight, of, split.block_size, spec)
     if isinstance(split, Sharding):
         if split.world_size != world_size:
             raise FusionError((f"{split} is not for {world_size} ranks",), ADVICE)
         return split
-    ndim = len(spec.shape)
-    dim = {"colwise": max(ndim - 2, 0), "rowwise": ndim - 1}.get(split)
-    if dim is None and split != "replicated":
+    if split not in ("colwise", "rowwise"):
         raise FusionError((f"{split!r} is none of colwise, rowwise, replicated",), ADVICE)
-    if dim is None or ndim == 0 or (split == "rowwise" and ndim == 1):
+    ndim = len(spec.shape)
+    if ndim == 0 or (split == "rowwise" and ndim == 1):
         return Sharding(world_size)
+    dim = max(ndim - 2, 0) if split == "colwise" else ndim - 1
     return Sharding(world_size, dim, (spec.shape[dim],))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from torch import Tensor
+
 from kernel_loader.errors import FusionError
 from kernel_loader.fusion.operation import Operation, TensorSpec
 from kernel_loader.fusion.operations import (
@@ -24,8 +26,41 @@ from kernel_loader.fusion.operations import (
     Unpad,
     Unstack,
 )
+from kernel_loader.fusion.pattern import shown
 
 ADVICE: Final = "Correct the splits, split among fewer ranks, or leave these tensors whole."
+
+
+def need(right: bool, what: str, wanted: str, given: object, advice: str) -> None:  # noqa: FBT001 - the condition
+    """Refuse an argument that is not what is wanted.
+
+    Raises:
+        FusionError: it is not `right`.
+    """
+    if right:
+        return
+    text = f"a tensor {TensorSpec.of(given)}" if isinstance(given, Tensor) else shown(given)
+    raise FusionError((f"{what} is {wanted}, and {text} was given",), advice)
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether it is a whole number that is not below the least."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def are_counts(values: object, least: int = 0) -> bool:
+    """Whether it is a tuple or a list of such numbers."""
+    return isinstance(values, tuple | list) and all(is_count(value, least) for value in values)
+
+
+def need_ranks(world_size: object) -> None:
+    """Refuse what is no number of ranks.
+
+    Raises:
+        FusionError: it is none.
+    """
+    advice = "Pass how many ranks there are, such as world_size=8."
+    need(is_count(world_size, 1), "world_size", "a whole number from 1", world_size, advice)
 
 
 @dataclass(frozen=True)
@@ -36,25 +71,37 @@ class Sharding:
         world_size: how many ranks there are.
         dim: that it is split along, counted from the front; None where every rank has all of it.
         parts: sizes of the pieces along `dim` that are split each by itself; together they are its size.
+
+    Raises:
+        FusionError: one of them is not that.
     """
 
     world_size: int
     dim: int | None = None
     parts: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        need_ranks(self.world_size)
+        form = "Write Sharding(2, 0, (8, 8)) for two ranks, dimension 0, and two parts of 8; Sharding(2) for all of it."
+        need(self.dim is None or is_count(self.dim), "dim", "None or a whole number from 0", self.dim, form)
+        right = are_counts(self.parts) and (self.dim is not None or not self.parts)
+        need(right, "parts", "a tuple of sizes along dim, or empty without dim", self.parts, form)
+        object.__setattr__(self, "parts", tuple(self.parts))
+
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a shard of a tensor of this shape.
 
         Raises:
-            FusionError: the parts are not those of the shape, or do not divide by `world_size`.
+            FusionError: it is no shape, the parts are not those of it, or do not divide by `world_size`.
         """
+        need(are_counts(shape), "shape", "a tuple of sizes", shape, "Pass the shape of the tensor, tensor.shape.")
         shape = tuple(shape)
         if self.dim is None:
             return shape
         size = sum(self.parts)
         if not 0 <= self.dim < len(shape) or size != shape[self.dim]:
             raise FusionError((f"expected size {size} along dimension {self.dim}, got {list(shape)}",), ADVICE)
-        if self.world_size < 1 or any(part % self.world_size for part in self.parts):
+        if any(part % self.world_size for part in self.parts):
             problem = f"{self.parts} along dimension {self.dim} do not divide by {self.world_size} ranks"
             raise FusionError((problem,), ADVICE)
         return (*shape[: self.dim], shape[self.dim] // self.world_size, *shape[self.dim + 1 :])
@@ -72,6 +119,8 @@ def of_scales(
 ) -> Sharding:
     """How the scales of a weight split: as the weight, if each rank has whole blocks of every part."""
     dim = sharding.dim
+    if len(weight.shape) < 2:
+        raise FusionError((f"expected a weight of two dimensions or more for scales of blocks, got {weight}",), ADVICE)
     sides = [1] * (len(weight.shape) - 2) + list(block_size)
     expected = tuple(-(-size // side) for size, side in zip(weight.shape, sides, strict=True))
     if scales is not None and scales.shape != expected:

@@ -231,6 +231,39 @@ def test_hooks_below_hooks_convert_in_turn(plain):
     assert all(saved[name].equal(renamed[name]) for name in renamed)
 
 
+TWICE = {
+    "the same": (CONVERTERS, "gate_up.weight, gate.weight, up.weight, gate_up.bias, gate.bias, up.bias"),
+    "one of them": (CONVERTERS[:1], "gate_up.weight, gate.weight, up.weight"),
+    "others of the same weights": (WeightConverter("joined.*", "gate_up.*"), "gate_up.weight, gate_up.bias"),
+    "others from the same names": (WeightConverter("gate.*", "down.*"), "gate.weight, gate.bias"),
+}
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
+@pytest.mark.parametrize("case", TWICE)
+def test_weights_that_are_converted_already_are_refused(fused, plain, case, copied):
+    converters, names = TWICE[case]
+    fused = copied(fused)
+    with pytest.raises(FusionError, match=re.escape(f"{names} of Fused is converted already. Take that back first")):
+        loads_converted(fused.mlp, converters)
+    fused.load_state_dict(plain)
+    assert same(fused.state_dict(), plain)
+
+
+def test_other_weights_of_a_module_may_be_converted_too_and_the_same_ones_after_remove(fused, plain):
+    loads_converted(fused.mlp, WeightConverter("out.*", "down.*"))
+    renamed = {name.replace("down", "out"): tensor for name, tensor in plain.items()}
+    fused.load_state_dict(renamed)
+    assert {*fused.state_dict()} == {*renamed}
+    fused.conversion.remove()
+    whole = compose(CONVERTERS).below("mlp")
+    conversion = loads_converted(fused.mlp, whole, "mlp.")
+    assert {*fused.state_dict()} == {*renamed}
+    conversion.remove()
+    loads_converted(fused.mlp, CONVERTERS)
+    assert {*fused.state_dict()} == {*renamed}
+
+
 class Weight(nn.Module):
     """Parameters by name."""
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from kernel_loader import (
     KernelLoaderError,
     LayerRepository,
     LocalLayerRepository,
+    MissingDependency,
     Mode,
     fuse,
     kernelize,
@@ -530,6 +532,23 @@ OBSTACLES = {
 }
 
 
+# What is to be done next: the only thing that is said of these cases.
+REMEDIES = {
+    "Do that to the model first, and fuse it then.": [
+        *("adapter", "parametrized", "pruned", "forward hook", "pre-hook", "backward hook", "hook of loading"),
+        *("hook of saving", "hook of a tensor", "forward on the module", "kernelized"),
+    ],
+    "Untie them, or fuse without the entry for them.": ["tied", "shared", "alias"],
+    "Fuse the model before its weights are wrapped or quantised.": ["subclass"],
+    "Fuse only modules that the layout is for, or correct its constructor.": [
+        *("quantised", "dropout", "other child", "dtypes"),
+    ],
+    "Let all weights that become one require grad, or none of them.": ["half frozen"],
+    "Correct the layout: what its constructor makes, or its conversion_mapping.": ["one more weight"],
+}
+REMEDY = {case: remedy for remedy, cases in REMEDIES.items() for case in cases}
+
+
 @pytest.mark.parametrize("case", OBSTACLES)
 def test_what_would_be_lost_is_refused_and_nothing_is_changed(case):
     model = llama()
@@ -539,9 +558,26 @@ def test_what_would_be_lost_is_refused_and_nothing_is_changed(case):
     else:
         change(model)
     before = taken_of(model)
-    with pytest.raises(FusionError, match=message):
+    with pytest.raises(FusionError, match=message) as caught:
         fuse(model, CONFIG)
     assert_unchanged(model, before)
+    assert caught.value.remedy.startswith("Nothing was changed. ")
+    assert [remedy for remedy in REMEDIES if remedy in caught.value.remedy] == [REMEDY[case]]
+
+
+def test_paths_of_the_places_that_fit_are_advised_where_others_do_not():
+    model = llama(count=4)
+    model.model.layers[1].mlp = nn.Linear(16, 16)  # as experts are in some layers
+    model.model.layers[2].mlp = nn.Linear(16, 16)
+    with pytest.raises(FusionError) as caught:
+        fuse(model, CONFIG)
+    assert len(caught.value.problems) == 2
+    advice = re.search(r"To fuse RMSNorm \+ MLP only where it fits, (.*)", caught.value.remedy)[1]
+    paths = [re.compile(text) for text in re.findall(r're\.compile\(r"(.*?)"\)', advice)]
+    names = [name for name, _ in MLP]
+    assert "Attention" not in caught.value.remedy
+    fuse(model, KernelConfig({tuple(zip(names, paths, strict=True)): "rmsnorm_mlp:RMSNormMLP"}))
+    assert [type(layer.mlp) for layer in model.model.layers] == [nn.Identity, nn.Linear, nn.Linear, nn.Identity]
 
 
 def test_hooks_and_kernels_of_modules_that_stay_are_no_obstacle():
@@ -564,6 +600,12 @@ def test_parents_that_are_in_several_places_are_fused_once():
     assert list(model.state_dict()) == before["keys"]
     unfuse(model)
     assert_unchanged(model, before)
+
+
+def test_problems_of_entries_and_of_the_model_are_named_together():
+    with pytest.raises(FusionError) as caught:
+        fuse(llama(), KernelConfig({(("MLP", "nowhere"),): "rmsnorm_mlp:RMSNormMLP", "RMSNorm": "org"}))
+    assert len(caught.value.problems) == 2
 
 
 def test_problems_of_all_places_are_named():
@@ -600,6 +642,24 @@ def test_a_kernel_that_the_hub_does_not_give_leaves_the_model_as_it_was():
     with pytest.raises(KernelLoaderError):
         fuse(model, KernelConfig({ATTENTION: "qkv_packed:PackedQKV", MLP: "org/nowhere:Both"}))
     assert_unchanged(model, before)
+
+
+def test_a_kernel_in_a_directory_that_cannot_be_imported_is_to_be_corrected_there(tmp_path):
+    write_build(tmp_path, "torch-universal", {"__init__.py": "raise ZeroDivisionError"})
+    model = Pairs()
+    before = taken_of(model)
+    with pytest.raises(FusionError) as caught:
+        fuse(model, KernelConfig({PAIR: f"{tmp_path}:Both"}, use_local_kernel=True))
+    assert_unchanged(model, before)
+    assert len(caught.value.problems) == 1
+    assert "failed to import: ZeroDivisionError" in caught.value.problem
+    assert caught.value.remedy == f"Correct the kernel in {tmp_path}, or name another directory. Nothing was changed."
+
+
+def test_a_package_that_a_kernel_in_a_directory_needs_is_to_be_installed(tmp_path):
+    write_build(tmp_path, "torch-universal", {"__init__.py": "import nowhere_at_all"})
+    with pytest.raises(MissingDependency, match="pip install nowhere_at_all"):
+        fuse(Pairs(), KernelConfig({PAIR: f"{tmp_path}:Both"}, use_local_kernel=True))
 
 
 def test_a_conversion_that_fails_at_the_last_place_brings_all_others_back(kernel, monkeypatch):
@@ -698,6 +758,21 @@ def test_a_class_is_fused_when_it_is_made_and_stays_that_class():
 
     assert isinstance(Derived(), Llama)
     assert type(Derived().model.layers[0].mlp) is nn.Identity
+
+
+def test_from_pretrained_is_refused_on_a_class_that_is_fused_when_it_is_made():
+    class Loaded(Llama):
+        @classmethod
+        def from_pretrained(cls, **options):
+            model = cls(**options)
+            model.model.layers[0].mlp.down_proj.weight.data.fill_(1)
+            return model
+
+    cls = fuse(Loaded, CONFIG, count=1)
+    with pytest.raises(FusionError, match=r"fuse\(.*Loaded\.from_pretrained\(\.\.\.\), config\)"):
+        cls.from_pretrained(count=1)
+    assert type(fuse(Loaded.from_pretrained(count=1), CONFIG).model.layers[0].mlp) is nn.Identity
+    assert not hasattr(fuse(Llama, CONFIG), "from_pretrained")
 
 
 def test_a_parent_class_makes_parents_whose_children_are_one():
@@ -845,9 +920,17 @@ def test_a_layout_whose_conversion_is_none_is_refused_by_name(mapping, said):
 
 
 @pytest.mark.parametrize(
-    "given",
-    [(None, KernelConfig()), (nn.Linear(1, 1), {}), (dict, KernelConfig()), (nn.Linear(1, 1), KernelConfig(), 3)],
+    ("called", "given", "message"),
+    [
+        (fuse, (None, KernelConfig()), "the model is an nn.Module or a class of them, and None was given"),
+        (fuse, (dict, KernelConfig()), "the model is an nn.Module or a class of them, and <class 'dict'> was given"),
+        (fuse, (KernelConfig(), nn.Linear(1, 1)), "Pass the model first"),
+        (fuse, (nn.Linear(1, 1), {}), r"config is a KernelConfig, and \{\} was given"),
+        (fuse, (nn.Linear(1, 1), KernelConfig(), 3), "a model was given with what a class is constructed with"),
+        (unfuse, (None,), "the model is an nn.Module, and None was given"),
+        (unfuse, (nn.Linear,), "the model is an nn.Module, and <class .*Linear'> was given"),
+    ],
 )
-def test_what_is_no_model_or_no_configuration_is_refused(given):
-    with pytest.raises(FusionError):
-        fuse(*given)
+def test_what_is_no_model_or_no_configuration_is_refused(called, given, message):
+    with pytest.raises(FusionError, match=message):
+        called(*given)

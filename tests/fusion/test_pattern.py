@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kernel_loader.fusion.pattern import Site, find_sites
+from kernel_loader.fusion.pattern import Site, covering, find_sites, selecting
 
 PATHS = ["", "norm", "layers", *(f"layers.{n}{rest}" for n in range(12) for rest in ("", ".norm", ".mlp", ".mlp.up"))]
 
@@ -56,14 +56,44 @@ def test_children_of_the_model_itself_have_no_parent_path():
 )
 def test_a_problem_says_what_was_looked_for_and_what_is_there(patterns, message):
     _, problems = sites(*patterns)
-    assert re.search(message, problems[0]), problems[0]
+    assert re.search(message, next(iter(problems)))
 
 
 def test_all_problems_are_named():
     _, problems = sites("layers.*.a", "layers.*.b")
     assert len(problems) == 2
     _, problems = sites("layers.*.mlp", re.compile(r"layers\.([02-9]|10)\.norm"))
-    assert problems == [
+    assert list(problems) == [
         r"layers.1 has no child for re.compile('layers\\.([02-9]|10)\\.norm')",
         r"layers.11 has no child for re.compile('layers\\.([02-9]|10)\\.norm')",
     ]
+
+
+def test_paths_that_are_advised_give_the_sites_that_are_whole():
+    paths = [path for path in PATHS if path not in {"layers.1.norm", "layers.10.norm"}]
+    whole, problems = sites("layers.*.norm", "layers.*.mlp", paths=paths)
+    (advice,) = {*problems.values()}
+    patterns = [re.compile(text) for text in re.findall(r're\.compile\(r"(.*?)"\)', advice)]
+    assert sites(*patterns, paths=paths) == (whole, {})
+    assert len(whole) == 10
+    assert (
+        selecting(whole[:1]) == r'write the paths as re.compile(r"layers\.0\.norm") and re.compile(r"layers\.0\.mlp")'
+    )
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["a"], "a"),
+        (["a.0.m", "a.2.m", "a.10.m"], r"a\.(?:0|2|10)\.m"),
+        (["a.0.m", "a.1.m", "b.0.m", "b.1.m"], r"(?:a|b)\.(?:0|1)\.m"),
+        (["a.0.m", "b.1.m"], r"a\.0\.m|b\.1\.m"),
+        (["a.b", "c"], r"a\.b|c"),
+        (["x+y.0"], r"x\+y\.0"),
+    ],
+)
+def test_paths_are_covered_by_a_regular_expression_for_them_alone(paths, expected):
+    found = covering(paths)
+    assert found == expected
+    around = [*paths, "a.1", "a.0.m.x", "b", "a.0.mm", "xxy.0", "b.0.n"]
+    assert [path for path in around if re.fullmatch(found, path)] == paths

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from kernel_loader.errors import FusionError
 from kernel_loader.fusion.converter import WeightConverter, compose
+from kernel_loader.fusion.operation import TensorSpec
 from kernel_loader.fusion.operations import (
     Cast,
     Chunk,
@@ -225,9 +226,9 @@ def test_a_replicated_tensor_is_handed_on_and_a_shard_is_its_own():
     )
 
 
-SPECS = specs_of(MLP)
+SPECS = specs_of(MLP | {"step": 3})
 REFUSED = {
-    "nothing matches": ([], {"x.*": "colwise"}, 2, "x.* matches none of 7 names"),
+    "nothing matches": ([], {"x.*": "colwise"}, 2, "x.* matches none of 8 names"),
     "two patterns": (
         [],
         {"norm.*": "colwise", "*.weight": "colwise"},
@@ -239,6 +240,19 @@ REFUSED = {
     "other ranks": ([], {"norm.weight": Sharding(4, 0, (6,))}, 2, "is not for 2 ranks"),
     "parts": ([], {"norm.weight": Sharding(2, 0, (2, 2))}, 2, "expected size 4 along dimension 0, got [6]"),
     "no weight": ([], {"norm.weight": BlockScales("norm.w")}, 2, "its weight norm.w is not there, or not split"),
+    "scales of a bias": (
+        [],
+        {"mlp.gate.bias": "colwise", "norm.weight": BlockScales("mlp.gate.bias")},
+        2,
+        "norm.weight: expected a weight of two dimensions or more for scales of blocks, got float32[8]",
+    ),
+    "no tensor": ([], {"step": "colwise"}, 2, "step: step splits it, and it is no tensor"),
+    "scales of what is no tensor": (
+        [],
+        {"step": "replicated", "norm.weight": BlockScales("step")},
+        2,
+        "norm.weight: its weight step is no tensor",
+    ),
     "mixed": (
         joined(Concatenate(0)),
         {"mlp.gate.*": "colwise"},
@@ -278,6 +292,116 @@ def test_what_does_not_split_is_refused(converters, splits, world_size, message)
         sharding_plan(converters, splits, SPECS, world_size)
 
 
+COLWISE = {"norm.weight": "colwise"}
+PLAN = {"converters": [], "splits": COLWISE, "shapes": SPECS, "world_size": 2}
+SHARDING = Sharding(2, 0, (4,))
+PIECE = {"tensor": random(4), "sharding": SHARDING, "rank": 0}
+PIECES = {"shards": [random(2), random(2)], "sharding": SHARDING}
+WRONG = [
+    *[
+        (called, PLAN | {name: value}, message)
+        for called in (sharding_plan, local_converters)
+        for name, value, message in [
+            (
+                "world_size",
+                "2",
+                "world_size is a whole number from 1, and '2' was given. Pass how many ranks there are",
+            ),
+            ("world_size", 2.0, "world_size is a whole number from 1, and 2.0 was given"),
+            ("world_size", True, "world_size is a whole number from 1, and True was given"),
+            ("world_size", 0, "world_size is a whole number from 1, and 0 was given"),
+            ("splits", None, "splits is a table from patterns to how they split, and None was given. Pass splits={"),
+            ("splits", ["norm.weight"], "splits is a table from patterns to how they split, and ['norm.weight'] was"),
+            ("splits", {1: "colwise"}, "splits is a table from patterns to how they split, and {1: 'colwise'} was"),
+            ("splits", {"norm.weight": ["colwise"]}, "splits['norm.weight'] is colwise, rowwise, replicated, a Block"),
+            ("splits", {"norm.weight": 0}, "a BlockScales or a Sharding, and 0 was given"),
+            ("shapes", None, "shapes is a table from names to TensorSpec, and None was given. Pass shapes=specs_of("),
+            ("shapes", list(MLP), "shapes is a table from names to TensorSpec, and a value of type list was given"),
+            ("shapes", (n for n in MLP), "shapes is a table from names to TensorSpec, and <generator object"),
+            ("shapes", {1: SPECS["norm.weight"]}, "shapes is a table from names to TensorSpec, and {1: TensorSpec("),
+            ("shapes", MLP, "shapes['mlp.gate.weight'] is a TensorSpec, and a tensor float32[8, 6] was given. Pass"),
+            ("shapes", {"norm.weight": (6,)}, "shapes['norm.weight'] is a TensorSpec, and (6,) was given"),
+            ("shapes", {"norm.weight": TensorSpec([6], torch.float)}, "is a TensorSpec, and TensorSpec(shape=[6]"),
+            ("shapes", {"norm.weight": TensorSpec((6,), "float32")}, "is a TensorSpec, and TensorSpec(shape=(6,), dt"),
+            ("converters", (c for c in ()), "is no WeightConverter, and no list of them"),
+            ("converters", None, "None is no WeightConverter, and no list of them"),
+        ]
+    ],
+    *[
+        (shard, PIECE | {name: value}, message)
+        for name, value, message in [
+            ("rank", "0", "rank is a whole number, and '0' was given. Ranks are counted from 0."),
+            ("rank", 1.0, "rank is a whole number, and 1.0 was given"),
+            ("rank", False, "rank is a whole number, and False was given"),
+            ("rank", -1, "there is no rank -1 of 2. Ranks are counted from 0."),
+            ("rank", 2, "there is no rank 2 of 2. Ranks are counted from 0."),
+            ("tensor", [1.0] * 4, "tensor is a torch.Tensor, and [1.0, 1.0, 1.0, 1.0] was given"),
+            ("tensor", specs_of(MLP)["norm.weight"], "tensor is a torch.Tensor, and TensorSpec(shape=(6,)"),
+            ("tensor", random(5), "expected size 4 along dimension 0, got [5]"),
+            ("sharding", "colwise", "sharding is a Sharding, and 'colwise' was given. Take the one of this tensor"),
+            ("sharding", {"w": SHARDING}, "sharding is a Sharding, and {'w': Sharding("),
+        ]
+    ],
+    *[
+        (unshard, PIECES | {name: value}, message)
+        for name, value, message in [
+            ("shards", [random(2)], "expected 2 shards, got 1. Give one of each rank."),
+            ("shards", [random(2), random(3)], "size 2 along dimension 0, got float32[2], float32[3]"),
+            ("shards", (x for x in PIECES["shards"]), "shards is a list of tensors, and <generator object"),
+            ("shards", random(2, 2), "shards is a list of tensors, and a tensor float32[2, 2] was given. Pass a list"),
+            ("shards", None, "shards is a list of tensors, and None was given"),
+            ("shards", [[1.0, 2.0], [3.0, 4.0]], "shards is a list of tensors, and [[1.0, 2.0], [3.0, 4.0]] was given"),
+            ("shards", dict(enumerate(PIECES["shards"])), "shards is a list of tensors, and {0: tensor("),
+            ("shards", [random(2), random(2).to("meta")], "expected shards on one device, got cpu, meta. Bring them"),
+            ("sharding", 2, "sharding is a Sharding, and 2 was given"),
+        ]
+    ],
+    (
+        unshard,
+        {"shards": [random(2), random(3)], "sharding": Sharding(2)},
+        "one shape and dtype, got float32[2], float",
+    ),
+    (Sharding, {"world_size": "2"}, "world_size is a whole number from 1, and '2' was given"),
+    (
+        Sharding,
+        {"world_size": 2, "dim": "0"},
+        "dim is None or a whole number from 0, and '0' was given. Write Sharding",
+    ),
+    (Sharding, {"world_size": 2, "dim": -1, "parts": (4,)}, "dim is None or a whole number from 0, and -1 was given"),
+    (
+        Sharding,
+        {"world_size": 2, "dim": 0, "parts": 4},
+        "parts is a tuple of sizes along dim, or empty without dim, and",
+    ),
+    (Sharding, {"world_size": 2, "dim": 0, "parts": (4, "4")}, "parts is a tuple of sizes along dim, or empty without"),
+    (Sharding, {"world_size": 2, "parts": (4,)}, "empty without dim, and (4,) was given"),
+    (BlockScales, {"of": 3}, "of is a source pattern, and 3 was given. Write BlockScales("),
+    (BlockScales, {"of": "w", "block_size": 128}, "block_size is rows and columns, two whole numbers from 1, and 128"),
+    (
+        BlockScales,
+        {"of": "w", "block_size": (0, 1)},
+        "block_size is rows and columns, two whole numbers from 1, and (0",
+    ),
+    (SHARDING.local, {"shape": 4}, "shape is a tuple of sizes, and 4 was given. Pass the shape of the tensor"),
+]
+
+
+@pytest.mark.parametrize(("called", "arguments", "message"), WRONG)
+def test_an_argument_of_another_kind_is_refused_by_name(called, arguments, message):
+    with pytest.raises(FusionError, match=re.escape(message)):
+        called(**arguments)
+
+
+def test_a_list_of_parts_stands_for_a_tuple():
+    assert hash(Sharding(2, 0, [2, 2])) == hash(Sharding(2, 0, (2, 2)))
+    assert BlockScales("w", [2, 2]) == BlockScales("w", (2, 2))
+
+
+def test_what_is_no_tensor_stays_where_nothing_splits_it():
+    assert sharding_plan([], COLWISE | {"step": "replicated"}, SPECS, 2)["step"] == Sharding(2)
+    assert sharding_plan([], COLWISE, SPECS, 2)["step"] == Sharding(2)
+
+
 def test_groups_that_split_in_different_ways_have_no_common_converter():
     state_dict = {f"{i}.{k}": random(4, 4) for i in range(2) for k in "ab"}
     join = WeightConverter(["*.a", "*.b"], "*.ab", [Concatenate(0, sizes=(4, 4))])
@@ -285,16 +409,3 @@ def test_groups_that_split_in_different_ways_have_no_common_converter():
     assert sharding_plan(join, splits, specs_of(state_dict), 2)["1.ab"] == Sharding(2, 1, (4,))
     with pytest.raises(FusionError, match="its groups split in different ways. Give each way a converter."):
         local_converters(join, splits, specs_of(state_dict), 2)
-
-
-def test_shards_that_are_none_are_refused():
-    sharding = Sharding(2, 0, (4,))
-    for rank in (-1, 2):
-        with pytest.raises(FusionError, match=re.escape(f"there is no rank {rank} of 2. Ranks are counted from 0.")):
-            shard(random(4), sharding, rank)
-    with pytest.raises(FusionError, match="expected 2 shards, got 1"):
-        unshard([random(2)], sharding)
-    with pytest.raises(FusionError, match=re.escape("size 2 along dimension 0, got float32[2], float32[3]")):
-        unshard([random(2), random(3)], sharding)
-    with pytest.raises(FusionError, match=re.escape("expected size 4 along dimension 0, got [5]")):
-        shard(random(5), sharding, 0)
