@@ -39,7 +39,7 @@ MAX_BYTES: Final = 64 * 2**20
 _HEAD: Final = "# Written by `kernel-loader lock`. Keep it under version control; do not edit it.\n"
 _COMMIT: Final = r"[0-9a-f]{40}"
 _DIGEST: Final = r"[0-9a-f]{64}"
-_FILE: Final = rf"(?P<sha256>{_DIGEST}) (?P<size>0|[1-9]\d{{0,15}}) (?P<path>.+)"
+_FILE: Final = rf"(?ma)^({_DIGEST}) (0|[1-9]\d{{0,15}}) (.+)$"
 
 
 class LockedFile(NamedTuple):
@@ -393,13 +393,13 @@ def _read_build(node: Node) -> LockedBuild:
 
 
 def _read_files(node: Node) -> tuple[LockedFile, ...]:
-    files: list[LockedFile] = []
-    for line in node.text().removesuffix("\n").split("\n"):
-        match = re.fullmatch(_FILE, line, re.ASCII)
-        if match is None:
-            node.error(f"{line[:120]!r} is no line of sha256, size and path")
-        files.append(LockedFile(match["path"], int(match["size"]), match["sha256"]))
-    if problem := path_problem(file.path for file in files):
+    text = node.text()
+    files = [LockedFile(path, int(size), sha256) for sha256, size, path in re.findall(_FILE, text)]
+    lines = text.removesuffix("\n").split("\n")
+    if len(files) != len(lines):
+        wrong = next(line for line in lines if re.fullmatch(_FILE, line) is None)
+        node.error(f"{wrong[:120]!r} is no line of sha256, size and path")
+    if problem := path_problem([file.path for file in files]):
         node.error(problem)
     return tuple(sorted(files))
 

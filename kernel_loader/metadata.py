@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, Self, cast, get_args
 
 from kernel_loader.errors import MetadataError
@@ -24,6 +24,9 @@ FILE_NAME: Final = "metadata.json"
 MAX_BYTES: Final = 16 * 2**20
 
 Algorithm = Literal["sha256", "sha512"]
+
+# What no path of a build holds, looked for in many paths at once.
+_UNSAFE: Final = r"(?m)(^|/)(\.{0,2}|__pycache__)(/|$)|[\\:\x00-\x09\x0b-\x1f\ud800-\udfff]"
 
 _REPO_ID: Final = r"[\w\-][\w.\-]*/[\w\-][\w.\-]*"
 
@@ -179,18 +182,21 @@ def is_safe_path(path: str) -> bool:
     return all(part not in ("", ".", "..") for part in parts) and unportable is None
 
 
-def path_problem(paths: Iterable[str]) -> str:
+def path_problem(paths: Sequence[str]) -> str:
     """What keeps files from lying together in the directory of a build, on every system; empty for nothing."""
-    seen: dict[str, str] = {}
-    for path in paths:
-        if not is_safe_path(path) or "__pycache__" in path.split("/"):
-            return f"the file {path!r} lies outside its build, or its name is not portable"
-        if (other := seen.setdefault(path.casefold(), path)) is not path:
-            return f"the files {other!r} and {path!r} have one name where capitals do not count"
-    for folded, path in seen.items():
-        parts = folded.split("/")
-        if any("/".join(parts[:end]) in seen for end in range(1, len(parts))):
-            return f"the file {path!r} lies in what is a file itself"
+    if re.search(_UNSAFE, lines := "\n".join(paths)) is not None or lines.count("\n") >= len(paths):
+        for path in paths:
+            if not is_safe_path(path) or "__pycache__" in path.split("/"):
+                return f"the file {path!r} lies outside its build, or its name is not portable"
+    folded = {path.casefold(): path for path in paths}
+    if len(folded) < len(paths):
+        twice = next(path for path in paths if folded[path.casefold()] != path or paths.count(path) > 1)
+        return f"the files {twice!r} and {folded[twice.casefold()]!r} have one name where capitals do not count"
+    directories = {path.rpartition("/")[0] for path in folded}
+    while further := {path.rpartition("/")[0] for path in directories} - directories:
+        directories |= further
+    if files := sorted(directories & folded.keys()):
+        return f"the file {folded[files[0]]!r} has other files below it"
     return ""
 
 

@@ -154,7 +154,7 @@ def _files(digest: str, node: Node) -> tuple[LockedFile, ...]:
     for path, item in node.table().items():
         sha256 = _of(item, "sha256").text(_DIGEST, "a sha256 in hexadecimal")
         files.append(LockedFile(path, _of(item, "size").integer(), sha256))
-    if problem := path_problem(file.path for file in files):
+    if problem := path_problem([file.path for file in files]):
         node.error(problem)
     if digest_of(files) != digest:
         node.error("its name is not the digest of its files")
