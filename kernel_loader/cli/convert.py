@@ -8,6 +8,7 @@ import operator
 import re
 import sys
 import traceback
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,14 +23,31 @@ if TYPE_CHECKING:
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+def _bytes(_context: click.Context, _option: click.Parameter, text: str) -> int:
+    """The number of bytes that --max-shard-size means."""
+    found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    size = int(Fraction(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
+    if size < 1:
+        raise click.BadParameter(f"{text!r} is not of the form 500MB, 5GB or 2GiB")
+    return size
+
+
 @click.command()
 @click.argument("source", metavar="IN", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", metavar="[OUT]", required=False, type=click.Path(path_type=Path))
 @click.option("--layout", required=True, help="module:NAME of a list of converters, or of a layout class.")
 @click.option("--revert", is_flag=True, help="Convert back: IN has the layout that the converters lead to.")
-@click.option("--dry-run", is_flag=True, help="Write nothing; show what would be done. OUT may be left out.")
 @click.option(
-    "--max-shard-size", "max_size", default="5GB", show_default=True, help="Size of a file, such as 500MB or 2GiB."
+    "--dry-run", is_flag=True, help="Write nothing; show what would be done, or why not. OUT may be left out."
+)
+@click.option(
+    "--max-shard-size",
+    "max_size",
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    callback=_bytes,
+    help="Size of a file, such as 500MB or 2GiB.",
 )
 @options.as_json
 def convert(
@@ -38,7 +56,7 @@ def convert(
     layout: str,
     revert: bool,  # noqa: FBT001 - flags of the command line
     dry_run: bool,  # noqa: FBT001
-    max_size: str,
+    max_size: int,
     as_json: bool,  # noqa: FBT001
 ) -> None:
     """Write the checkpoint in the directory IN into a new directory OUT, in another layout.
@@ -50,11 +68,11 @@ def convert(
 
     converters = _layout(layout, revert=revert)
     if dry_run:
-        _show(checkpoint.plan_checkpoint(source, converters), as_json=as_json)
+        _show(checkpoint.plan_checkpoint(source, converters, out, max_shard_size=max_size), as_json=as_json)
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.")
-    done = checkpoint.convert_checkpoint(source, out, converters, max_shard_size=_bytes(max_size), watch=_progress)
+    done = checkpoint.convert_checkpoint(source, out, converters, max_shard_size=max_size, watch=_progress)
     if sys.stderr.isatty():
         click.echo(err=True)
     facts: dict[str, Any] = {
@@ -120,14 +138,6 @@ def _layout(spelt: str, *, revert: bool) -> Composition:
     if not any(composition.stages):
         raise click.BadParameter(f"{spelt} has no converters", param_hint="--layout")
     return composition.inverse() if revert else composition
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    size = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
-    if size < 1:
-        raise click.BadParameter(f"{text!r} is not of the form 500MB, 5GB or 2GiB", param_hint="--max-shard-size")
-    return size
 
 
 def _progress(done: int, total: int) -> None:

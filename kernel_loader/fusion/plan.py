@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import islice
+from typing import Final, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +20,11 @@ T = TypeVar("T")
 
 Specs = Mapping[str, TensorSpec | None]
 """Names of a state dict in its order, with shape and dtype; None for a value that is no tensor."""
+
+_NUMBER: Final = re.compile("0|[1-9][0-9]{0,8}")
+
+# Names in one problem.
+_SHOWN: Final = 6
 
 
 @dataclass(frozen=True)
@@ -226,24 +233,27 @@ class _Stage:
 
     def _group(self, number: int, key: tuple[str, ...], slots: list[dict[str, str]]) -> None:
         converter = self._converters[number]
-        members = list(dict.fromkeys(member for slot in slots for member in slot))
-        if converter.collects:
-            members = sorted(members, key=lambda member: (len(member), member))
-            if members != [str(i) for i in range(len(members))]:
-                name = self._source_patterns[number][0].fill((*key, "*"))
-                self.problems.append(f"{name}: expected members numbered 0, 1, 2, ..., got {', '.join(members[:20])}")
-                return
-        missing = [
-            pattern.fill((*key, member) if converter.collects else key)
-            for pattern, slot in zip(self._source_patterns[number], slots, strict=True)
-            for member in members
-            if member not in slot
-        ]
-        if missing:
-            there = [name for slot in slots for name in slot.values()]
-            self.problems.append(f"{', '.join(missing)} is not there, which {', '.join(there[:3])} is converted with")
+        if strange := {member: None for slot in slots for member in slot if not _NUMBER.fullmatch(member)}:
+            name = self._source_patterns[number][0].fill((*key, "*"))
+            listed = _listed(strange, len(strange))
+            self.problems.append(f"{name}: expected members numbered 0, 1, 2, ..., got {listed}")
             return
-        names = tuple(tuple(slot[member] for member in members) for slot in slots)
+        # A range, as a number may be large and all before it a hole.
+        members = range(1 + max(int(member) for slot in slots for member in slot))
+        if count := len(members) * len(slots) - sum(map(len, slots)):
+            missing = (
+                pattern.fill((*key, str(member)) if converter.collects else key)
+                for member in members
+                for pattern, slot in zip(self._source_patterns[number], slots, strict=True)
+                if str(member) not in slot
+            )
+            there = [name for slot in slots for name in slot.values()][:3]
+            self.problems.append(
+                f"{_listed(missing, count)} {_are(count)} not there, "
+                f"which {', '.join(there)} {_are(len(there))} converted with"
+            )
+            return
+        names = tuple(tuple(slot[str(member)] for member in members) for slot in slots)
         self._make(number, key, names)
 
     def _make(self, number: int, key: tuple[str, ...], names: tuple[tuple[str, ...], ...]) -> None:
@@ -297,6 +307,16 @@ class _Stage:
 def _some(names: Iterable[str]) -> str:
     shown = list(names)[:3]
     return f", such as {', '.join(shown)}" if shown else ""
+
+
+def _listed(names: Iterable[str], count: int) -> str:
+    """The first few of so many names, and how many more there are."""
+    more = f" and {count - _SHOWN:,} more" if count > _SHOWN else ""
+    return f"{', '.join(islice(names, _SHOWN))}{more}"
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _linked(stages: Sequence[Sequence[Step]]) -> tuple[Group, ...]:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -271,7 +272,7 @@ def test_the_right_shards_are_reused_wherever_it_stopped(tmp_path):
         assert bits(load(out)) == expected
 
 
-@pytest.mark.parametrize("change", ["source", "other file", "converters", "size", "journal", "shard"])
+@pytest.mark.parametrize("change", ["source", "other file", "index", "converters", "size", "journal", "shard"])
 def test_nothing_is_reused_after_a_change(tmp_path, change):
     source, out = save(tmp_path / "in", weights(), 3), tmp_path / "out"
     stop_after(source, out, 9)
@@ -285,6 +286,10 @@ def test_nothing_is_reused_after_a_change(tmp_path, change):
         source = save(tmp_path / "in", other, 3)
     elif change == "other file":
         (source / "config.json").write_text('{"a": 1}')
+    elif change == "index":  # the same files, and their tensors in another order
+        index = json.loads((source / INDEX).read_text())
+        index["weight_map"] = dict(sorted(index["weight_map"].items(), key=lambda item: item[1]))
+        (source / INDEX).write_text(json.dumps(index))
     elif change == "converters":
         converters = EXPERTS[:1]
     elif change == "size":
@@ -306,31 +311,160 @@ def test_a_source_that_changes_meanwhile_is_not_published(tmp_path):
     assert not out.exists()
 
 
+# --- files that cannot be written -----------------------------------------------------------------------------------
+
+FLOATS = {"a": torch.zeros(10_000), "b": torch.ones(50_000), "c": torch.ones(50_000)}
+RENAME = WeightConverter("*", "m.*")
+RENAMED = {f"m.{name}": tensor for name, tensor in FLOATS.items()}
+
+
+def mounted(place: Path, options: str):
+    """A file system in memory; gone at the end of the test."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    if not sys.platform.startswith("linux") or subprocess.run(command, check=False, timeout=30).returncode:
+        pytest.skip("this machine lets nobody mount a file system")
+    return place
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    yield mounted(tmp_path / "small", "size=1m")
+    subprocess.run(["umount", "--lazy", str(tmp_path / "small")], check=True, timeout=30)
+
+
+def fill(disk: Path, but: int):
+    """Leave so many bytes free, to a page."""
+    (disk / "filler").unlink(missing_ok=True)
+    (disk / "filler").write_bytes(b"x" * (shutil.disk_usage(disk).free - but))
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, small_disk):
+    source = save(tmp_path / "in", FLOATS)
+    convert_checkpoint(source, tmp_path / "elsewhere", RENAME, max_shard_size=1)
+    size = sum(file.stat().st_size for file in (tmp_path / "elsewhere").iterdir())
+    fill(small_disk, 409_600)
+    out = small_disk / "out"
+    refused(
+        f"{out} cannot be written: {size:,} bytes more are wanted, 409,600 are free there. "
+        "Make room there, or give a directory on another disk.",
+        source, out, RENAME, max_shard_size=1,
+    )  # fmt: skip
+    assert [file.name for file in small_disk.iterdir()] == ["filler"]
+    fill(small_disk, 491_520)
+    convert_checkpoint(source, out, RENAME, max_shard_size=1)
+
+
+@pytest.mark.parametrize("leftover", ["model-00003-of-00003.safetensors", "content/model-00003-of-00003.safetensors"])
+def test_what_is_there_of_an_earlier_attempt_needs_no_room_again(tmp_path, small_disk, leftover):
+    source, out, private = save(tmp_path / "in", FLOATS), small_disk / "out", small_disk / ".out.partial"
+    stop_after(source, out, 2, RENAME, 1)  # in the second shard, with the first one finished
+    (private / leftover).write_bytes(b"x" * 300_000)
+    fill(small_disk, 131_072)
+    plan_checkpoint(source, RENAME, out, max_shard_size=1)
+    assert (private / leftover).stat().st_size == 300_000
+    assert convert_checkpoint(source, out, RENAME, max_shard_size=1).reused == 1
+    assert bits(load(out)) == bits(RENAMED)
+    assert sorted(file.name for file in small_disk.iterdir()) == ["filler", "out"]
+
+
+def test_a_disk_that_becomes_full_is_told_with_the_file_and_what_is_missing(tmp_path, small_disk):
+    source, out, private = save(tmp_path / "in", FLOATS), small_disk / "out", small_disk / ".out.partial"
+    size = len((source / "model.safetensors").read_bytes())
+
+    def watch(done, total):
+        if not (small_disk / "filler").exists():
+            fill(small_disk, 90_112)
+
+    with pytest.raises(FusionError) as caught:
+        convert_checkpoint(source, out, RENAME, max_shard_size=1, watch=watch)
+    assert isinstance(caught.value.__cause__, OSError)
+    found = re.fullmatch(
+        rf"{re.escape(str(private))}/model-00002-of-00003.safetensors cannot be written "
+        r"\(No space left on device: (\S+) bytes wanted, (\S+) free\). Make room there. Then the same command goes on "
+        rf"where it stopped: what is finished is kept in {re.escape(str(private))}.",
+        str(caught.value),
+    )
+    wanted, free = (int(number.replace(",", "")) for number in found.groups())
+    assert 20_000 < free < 4 * 50_000 < wanted < size
+    assert free == shutil.disk_usage(small_disk).free  # nothing unfinished takes any of it
+    assert not out.exists()
+    (small_disk / "filler").unlink()
+    assert convert_checkpoint(source, out, RENAME, max_shard_size=1).reused == 1
+    assert bits(load(out)) == bits(RENAMED)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="has no limits of files")
-def test_a_full_disk_keeps_what_is_finished_for_the_next_call(tmp_path):
+def test_a_limit_of_files_is_told_and_keeps_what_is_finished(tmp_path):
     import resource
 
-    source, out = save(tmp_path / "in", {"a": torch.zeros(10), "b": torch.ones(50_000)}), tmp_path / "out"
-    rename = WeightConverter("*", "m.*")
+    source, out = save(tmp_path / "in", FLOATS), tmp_path / "out"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OSError) as caught:
-            convert_checkpoint(source, out, rename, max_shard_size=1)
+        error = refused("model-00002-of-00003.safetensors cannot be written", source, out, RENAME, max_shard_size=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.errno == errno.EFBIG
+    assert error.__cause__.errno == errno.EFBIG
+    assert "bytes wanted" in error.problem
+    assert "--max-shard-size" in error.remedy
+    assert "ulimit -f" in error.remedy
     assert not out.exists()
-    assert convert_checkpoint(source, out, rename, max_shard_size=1).reused == 1
-    assert bits(load(out)) == bits({"m.a": torch.zeros(10), "m.b": torch.ones(50_000)})
+    assert convert_checkpoint(source, out, RENAME, max_shard_size=1).reused == 1
+
+
+CODES = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.EFBIG, errno.EPERM]
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_whatever_fails_is_told_with_its_file_and_the_next_call_goes_on(tmp_path, monkeypatch, code, call):
+    source, calls = save(tmp_path / "in", FLOATS), 0
+    original = getattr(os, call)
+
+    def failing(*arguments, **options):
+        nonlocal left, calls
+        calls += 1
+        left -= 1
+        if left == 0:
+            raise OSError(code, os.strerror(code))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(os, call, failing)
+    left = 0
+    convert_checkpoint(source, tmp_path / "whole", RENAME, max_shard_size=1)
+    count = calls
+    assert count > 5
+    for moment in range(1, count + 1):
+        out, left = tmp_path / f"out{moment}", moment
+        error = refused(f"({os.strerror(code)}", source, out, RENAME, max_shard_size=1)
+        assert error.__cause__.errno == code
+        assert re.match(rf"{re.escape(str(tmp_path))}/\.?out{moment}\b", error.problem)
+        if moment < count or call == "replace":
+            assert "cannot be written" in error.problem
+            assert f"same command goes on where it stopped: what is finished is kept in {tmp_path}/." in error.remedy
+            convert_checkpoint(source, out, RENAME, max_shard_size=1)
+        else:
+            assert "is whole, and the disk does not take its name for good" in error.problem
+        assert bits(load(out)) == bits(RENAMED)
+
+
+def test_what_the_watcher_raises_is_not_taken_for_an_error_of_a_file(tmp_path):
+    def watch(*_):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        convert_checkpoint(save(tmp_path / "in", FLOATS), tmp_path / "out", RENAME, watch=watch)
 
 
 def test_two_processes_do_not_convert_into_one_directory(tmp_path):
     source, out = save(tmp_path / "in", weights(), 3), tmp_path / "out"
 
     def watch(*_):
-        with pytest.raises(FusionError, match=f"another process is converting into {re.escape(str(out))}"):
-            convert_checkpoint(source, out, EXPERTS)
+        for convert in (convert_checkpoint, lambda source, out, by: plan_checkpoint(source, by, out)):
+            with pytest.raises(FusionError, match=f"another process is converting into {re.escape(str(out))}"):
+                convert(source, out, EXPERTS)
 
     convert_checkpoint(source, out, EXPERTS, watch=watch)
     assert bits(load(out)) == bits(convert_state_dict(weights(), EXPERTS))
@@ -393,30 +527,95 @@ def refused(message, source, out, converters=EXPERTS, **options):
     return caught.value
 
 
-def test_what_is_there_already_is_not_replaced(tmp_path):
-    source, out = save(tmp_path / "in", weights()), tmp_path / "out"
-    out.mkdir()
-    convert_checkpoint(source, out, EXPERTS)  # an empty directory is no loss
-    refused(f"{out} is there already. Give another directory, or remove that one.", source, out)
-    file = tmp_path / "file"
-    file.touch()
-    refused("is there already", source, file)
+def test_an_empty_directory_is_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    convert_checkpoint(save(tmp_path / "in", weights()), tmp_path / "out", EXPERTS)
+    assert bits(load(tmp_path / "out")) == bits(convert_state_dict(weights(), EXPERTS))
 
 
-def test_a_directory_within_the_source_is_refused(tmp_path):
-    source = save(tmp_path / "in", weights())
-    refused(f"{source / 'out'} lies in {source}", source, source / "out")
-    refused("lies in", source, source)
+# What is done before, with the source and the place; arguments; what is said.
+REFUSED = {
+    "a directory": (lambda _, out: (out / "a").mkdir(parents=True), {}, "{out} is there already. Give another"),
+    "a file": (lambda _, out: out.touch(), {}, "{out} is there already"),
+    "a link": (lambda _, out: out.symlink_to(out.parent), {}, "{out} is there already"),
+    "a link to nowhere": (lambda _, out: out.symlink_to(out), {}, "{out} is there already"),
+    "the source": (None, {"out": "in"}, "in lies in"),
+    "within the source": (None, {"out": "in/out"}, "in/out lies in"),
+    "below a file": (lambda _, out: out.parent.touch(), {"out": "f/out"}, "cannot be written (Not a directory)"),
+    "a file in the way": (
+        lambda _, out: out.with_name(".out.partial").touch(), {}, ".out.partial cannot be written (Not a directory)"
+    ),
+    "a long name": (None, {"out": "o" * 250}, "cannot be written (File name too long). Give another directory."),
+    "no size": (None, {"max_shard_size": 0}, "max_shard_size: expected a positive number of bytes, got 0"),
+    "a size in words": (None, {"max_shard_size": "5GB"}, "expected a positive number of bytes, got '5GB'"),
+    "true": (None, {"max_shard_size": True}, "max_shard_size: expected a positive number of bytes, got True"),
+    "no checkpoint": (
+        lambda source, _: [file.unlink() for file in source.iterdir()], {}, f"in has neither {INDEX} nor model.saf"
+    ),
+    "a plan with a problem": (None, {"converters": RENAME.below("x")}, "x.*: matches none of"),
+    "a link to nothing": (
+        lambda source, _: (source / "a").symlink_to(source / "b"), {}, "in/a cannot be read (No such file or directory)"
+    ),
+    "a pipe": (lambda source, _: os.mkfifo(source / "a"), {}, "in/a cannot be read (it is no file)"),
+}  # fmt: skip
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    refused(f"{tmp_path} has neither {INDEX} nor model.safetensors", tmp_path, tmp_path.parent / "out")
+def both_refuse(message, source, out, converters=EXPERTS, **options):
+    """The conversion and its plan say the same, and nothing is written."""
+    before = sorted(source.parent.rglob("*"))
+    error = refused(message, source, out, converters, **options)
+    with pytest.raises(FusionError) as caught:
+        plan_checkpoint(source, converters, out, **options)
+    assert str(caught.value) == str(error)
+    assert sorted(source.parent.rglob("*")) == before
+    return error
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has other links, pipes and messages")
+@pytest.mark.parametrize(("before", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_converted_is_refused_before_anything_is_written(tmp_path, before, options, message):
+    source, options = save(tmp_path / "in", weights(), 3), dict(options)
+    out = tmp_path / options.pop("out", "out")
+    if before:
+        before(source, out)
+    both_refuse(message.format(out=out), source, out, **options)
+
+
+def test_a_plan_refuses_what_the_machine_does_not_allow(tmp_path, small_disk):
+    source = save(tmp_path / "in", weights() | {"large": torch.zeros(300_000)}, 3)
+    both_refuse(f"{small_disk} is where a disk is mounted", source, small_disk)
+    both_refuse("bytes more are wanted", source, small_disk / "out")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=30)
+    both_refuse(f"nothing can be written in {small_disk}", source, small_disk / "out")
+
+
+INDICES = {
+    "{": "is no JSON (Expecting property name",
+    "": "is no JSON (Expecting value",
+    "[" * 100_000: "is no JSON (",
+    "[]": "expected an object with a weight_map, got []",
+    "null": "expected an object with a weight_map, got null",
+    "{}": "expected a weight_map from tensors to files, got none",
+    '{"weight_map": 3}': "expected a weight_map from tensors to files, got 3",
+    '{"weight_map": {}}': "expected a weight_map from tensors to files, got {}",
+    '{"weight_map": ["a"]}': 'expected a weight_map from tensors to files, got ["a"]',
+    **{
+        json.dumps({"weight_map": {"a.b": file}}): "expected for a.b the name of a file beside the index, got " + shown
+        for file, shown in {
+            1: "1", None: "null", "../b": '"../b"', "c/../../b": '"c/../../b"', "/b": '"/b"', "": '""', ".": '"."',
+            "..": '".."', "b\0": '"b\\u0000"', "\ud800": '"\\ud800"', "b" * 70 + "\n": '"' + "b" * 59 + "...",
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), INDICES.items(), ids=range(len(INDICES)))
+def test_an_index_that_is_none_is_refused(tmp_path, text, message):
     source = save(tmp_path / "in", weights(), 3)
-    refused("max_shard_size: expected a positive number of bytes, got 0", source, tmp_path / "out", max_shard_size=0)
-    for text in ("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../b"}}'):
-        (source / INDEX).write_text(text)
-        refused(INDEX, source, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    (source / INDEX).write_text(text)
+    error = both_refuse(message, source, tmp_path / "out")
+    assert error.problem.startswith(f"{source / INDEX}")
+    assert error.remedy == "Bring the index here again; where model.safetensors holds all tensors, remove it."
 
 
 def test_damaged_and_missing_shards_are_refused(tmp_path):

@@ -125,6 +125,17 @@ def test_a_problem_is_one_paragraph(run):
     assert "lm_head.weight: matches none of 4 names" in errors
 
 
+def test_a_dry_run_refuses_what_the_run_would(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    real, dry = (run("in", "out", "--layout", "layout:CONVERTERS", *options) for options in ([], ["--dry-run"]))
+    assert (
+        dry
+        == real
+        == (1, "", f"kernel-loader: {tmp_path / 'out'} is there already. Give another directory, or remove that one.\n")
+    )
+
+
 WRONG = {
     "no out": (["in", "--layout", "layout:CONVERTERS"], "Missing argument 'OUT'"),
     "no layout": (["in", "out"], "Missing option '--layout'"),
@@ -143,6 +154,9 @@ WRONG = {
         "'big' is not of the form 500MB",
     ),
     "unit": (["in", "out", "--layout", "layout:CONVERTERS", "--max-shard-size", "5XB"], "'5XB' is not of the form"),
+    "no bytes": (["in", "out", "--layout", "layout:CONVERTERS", "--max-shard-size", "0.9B"], "'0.9B' is not of"),
+    "endless": (["in", "out", "--layout", "layout:CONVERTERS", "--max-shard-size", "9" * 400], "is not of the form"),
+    "size of a dry run": (["in", "--dry-run", "--layout", "layout:CONVERTERS", "--max-shard-size", "big"], "'big' is"),
     "no in": (["elsewhere", "out", "--layout", "layout:CONVERTERS"], "does not exist"),
 }
 

@@ -327,10 +327,31 @@ PROBLEMS = {
         [EXPERTS],
         "layers.0.experts.1.w1.weight is not there",
     ),
-    "a gap": (
-        {"layers.0.experts.0.w2.weight": spec(1), "layers.0.experts.2.w2.weight": spec(1)},
+    "a hole": (
+        {f"layers.0.experts.{name}.weight": spec(1) for name in ("0.w2", "1.w2", "3.w2")},
         [DOWN],
-        "layers.0.experts.*.w2.weight: expected members numbered 0, 1, 2, ..., got 0, 2",
+        "layers.0.experts.2.w2.weight is not there, which layers.0.experts.0.w2.weight, layers.0.experts.1.w2.weight, ",
+    ),
+    "a hole in all sources": (
+        {f"layers.0.experts.{name}.weight": spec(1) for name in ("10.w1", "10.w3", *map("{}.w1".format, range(10)))}
+        | {f"layers.0.experts.{name}.w3.weight": spec(1) for name in range(1, 10) if name != 2},
+        [EXPERTS],
+        "layers.0.experts.0.w3.weight, layers.0.experts.2.w3.weight are not there, which",
+    ),
+    "the first member missing": (
+        {f"layers.0.experts.{name}.w2.weight": spec(1) for name in (1, 2)},
+        [DOWN],
+        "layers.0.experts.0.w2.weight is not there",
+    ),
+    "a large hole": (
+        {f"layers.0.experts.{name}.w2.weight": spec(1) for name in (0, 2, 999_999_999)},
+        [DOWN],
+        "layers.0.experts.6.w2.weight, layers.0.experts.7.w2.weight and 999,999,991 more are not there, which",
+    ),
+    "no index of a list": (
+        {f"layers.0.experts.{'9' * 40}.w2.weight": spec(1)},
+        [DOWN],
+        f"layers.0.experts.*.w2.weight: expected members numbered 0, 1, 2, ..., got {'9' * 40}",
     ),
     "no numbers": ({"layers.0.experts.a.w2.weight": spec(1)}, [DOWN], "numbered 0, 1, 2, ..., got a"),
     "numbers written otherwise": ({"layers.0.experts.00.w2.weight": spec(1)}, [DOWN], "got 00"),
