@@ -16,16 +16,37 @@ from kernel_loader.settings import Settings
 
 
 @click.command()
+@options.host
+@click.option("--presets", is_flag=True, help="List the accelerators of presets instead.")
 @options.as_json
-def host(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
-    """Show what this machine is, and where each fact comes from."""
-    machine = Host.detect(Settings.from_env().overrides)
+def host(host_file: str | None, presets: bool, as_json: bool) -> None:  # noqa: FBT001 - flags of the command line
+    """Show what this machine is, and where each fact comes from.
+
+    With --host and --json, a preset becomes a description that can be corrected.
+    """
+    if presets:
+        _list_presets(as_json=as_json)
+        return
+    machine = options.read_host(host_file) if host_file else Host.detect(Settings.from_env().overrides)
     if as_json:
         click.echo(machine.to_json())
         return
     shown = [f.name for f in fields(Host) if f.name not in ("unknown", "provenance")]
     for name in shown:
-        click.echo(f"{name:14} {_fact(machine, name):30} {machine.provenance.get(name, '')}")
+        click.echo(f"{name:14} {_fact(machine, name):30} {machine.provenance.get(name, '')}".rstrip())
+
+
+def _list_presets(*, as_json: bool) -> None:
+    from kernel_loader.presets import ACCELERATORS, FORM
+
+    if as_json:
+        rows = {name: accelerator._asdict() for name, accelerator in ACCELERATORS.items()}
+        click.echo(json.dumps({"form": FORM, "accelerators": rows}, indent=2))
+        return
+    click.echo(f"A preset is preset:{FORM}.\n")
+    for name, one in ACCELERATORS.items():
+        backends = " or ".join(one.backends)
+        click.echo(f"{name:11} {one.arch or '':8} {backends:13} {one.os:7} {one.cpu:8} {one.name}")
 
 
 def _fact(machine: Host, name: str) -> str:
@@ -40,15 +61,17 @@ def _fact(machine: Host, name: str) -> str:
 
 
 @click.command("list")
+@options.host
 @options.as_json
-def list_kernels(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
+def list_kernels(host_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
     """List the named kernels, and the build that each would take here, as far as that is known without the Hub.
 
     Then the capabilities, which several kernels offer: their features, and the order in which kernels are asked.
     """
     from kernel_loader.loader import KernelLoader
 
-    loader = KernelLoader(replace(Settings.from_env(), offline=True))
+    machine = options.read_host(host_file) if host_file else None
+    loader = KernelLoader(replace(Settings.from_env(), offline=True), machine)
     rows = []
     for name in loader.catalog.names():
         row: dict[str, Any] = {"name": name, "repo": None, "summary": "", "offers": {}}
@@ -114,7 +137,7 @@ def _taken(resolution: Any) -> str:  # noqa: ANN401 - a Resolution, whose module
 @options.host
 @options.backend
 @options.as_json
-def explain(kernel: str, host_file: Path | None, backend: str | None, as_json: bool) -> None:  # noqa: FBT001
+def explain(kernel: str, host_file: str | None, backend: str | None, as_json: bool) -> None:  # noqa: FBT001
     """Show which build of KERNEL a machine would take, and why not the others.
 
     KERNEL is a registered name; a capability, such as attention[varlen]; or a repository: org/name, org/name@3 (a
@@ -168,7 +191,7 @@ def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None
 @options.as_json
 def prefetch(
     kernels: tuple[str, ...],
-    host_files: tuple[Path, ...],
+    host_files: tuple[str, ...],
     all_variants: bool,  # noqa: FBT001 - a flag of the command line
     lock_file: Path | None,
     dry_run: bool,  # noqa: FBT001

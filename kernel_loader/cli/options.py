@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from kernel_loader.errors import HostError
 from kernel_loader.host import Host
+from kernel_loader.presets import PREFIX, preset
 
 if TYPE_CHECKING:
     from kernel_loader.loader import KernelLoader
@@ -29,25 +30,47 @@ all_variants = click.option(
     "--all-variants", is_flag=True, help="Every build of each repository, not only the one that fits."
 )
 
-_HELP: Final = "Answer for the machine that this file describes (made there by `kernel-loader host --json`)."
-_FILE: Final = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+_HELP: Final = (
+    "Answer for another machine: a file that `kernel-loader host --json` made there, or preset:h200-cu130-torch2.11 "
+    "(`kernel-loader host --presets` lists them)."
+)
 
-host = click.option("--host", "host_file", type=_FILE, help=_HELP)
-hosts = click.option("--host", "host_files", type=_FILE, multiple=True, help=f"{_HELP} May be given several times.")
+
+if TYPE_CHECKING:
+    _TextType = click.ParamType[str]
+else:
+    _TextType = click.ParamType  # which older releases of click have no types for
 
 
-def read_host(file: Path) -> Host:
-    """The machine that a file, or standard input, describes.
+class _Described(_TextType):
+    """Where a machine is described: a file that is there, "-" for standard input, or a preset."""
+
+    name = "file|preset"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401
+        if not value.startswith(PREFIX):
+            click.Path(exists=True, dir_okay=False, allow_dash=True).convert(value, param, ctx)
+        return str(value)
+
+
+host = click.option("--host", "host_file", type=_Described(), help=_HELP)
+hosts = click.option("--host", "host_files", type=_Described(), multiple=True, help=f"{_HELP} Any number of times.")
+
+
+def read_host(described: str) -> Host:
+    """The machine of a file, of standard input, or of a preset.
 
     Raises:
-        HostError: it is no description; the error names the file.
+        HostError: it is no description, or there is no such preset; the error names it.
     """
-    with click.open_file(str(file), "rb") as stream:
+    if described.startswith(PREFIX):
+        return preset(described.removeprefix(PREFIX))
+    with click.open_file(described, "rb") as stream:
         text = stream.read()
     try:
         return Host.from_json(text)
     except HostError as error:
-        raise HostError(f"{file}, {error.path}", error.detail, error.advice) from error
+        raise HostError(f"{described}, {error.path}", error.detail, error.advice) from error
 
 
 def locked_loader(lock_file: Path | None, kernels: tuple[str, ...]) -> tuple[KernelLoader, tuple[str, ...]]:

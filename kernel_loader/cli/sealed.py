@@ -137,7 +137,7 @@ def _of_kernels(old: dict[str, LockedKernel], new: dict[str, LockedKernel]) -> I
 def export(
     kernels: tuple[str, ...],
     file: Path,
-    host_files: tuple[Path, ...],
+    host_files: tuple[str, ...],
     all_variants: bool,  # noqa: FBT001 - a flag of the command line
     wheel: bool,  # noqa: FBT001
     lock_file: Path | None,

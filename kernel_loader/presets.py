@@ -1,0 +1,199 @@
+"""Presets: hosts that have a name, for who prepares builds and has no description of the machine.
+
+`<accelerator>-<backend version>-torch<version>`, such as `h200-cu130-torch2.11`. A preset assumes what most such
+machines have: Linux with the glibc of Ubuntu 22.04, Python 3.12, the least NVIDIA driver that runs the CUDA version,
+and the C++ ABI of the wheels of that torch. Which Python packages and which CUDA toolkit are there it does not know, so
+that rules about them answer "unknown".
+
+Sources: compute capabilities, NVIDIA's table of CUDA GPUs; gfx names, AMD's table of ROCm system requirements; the CUDA
+version that brought an architecture, or dropped it, the release notes of CUDA; the C++ ABI of wheels, the release notes
+of PyTorch 2.6 (Linux wheels for CUDA 12.6, ROCm, XPU and aarch64 use the C++11 ABI) and 2.7 (all of them do).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import fields, replace
+from typing import Any, Final, NamedTuple
+
+from kernel_loader.errors import HostError, VariantError
+from kernel_loader.host import Host, HostDevice
+from kernel_loader.rules import LEAST_DRIVER, LEAST_MACOS
+from kernel_loader.variant import Variant
+
+PREFIX: Final = "preset:"
+FORM: Final = "<accelerator>-<backend version>-torch<version>, such as h200-cu130-torch2.11"
+
+GLIBC: Final = "2.35"  # of Ubuntu 22.04
+PYTHON: Final = "3.12"
+
+_LEAST_TORCH: Final = (2, 6)
+
+# Architecture -> the first CUDA that compiles for it, and the first that no longer does.
+_CUDA: Final[dict[str, tuple[tuple[int, int], tuple[int, int] | None]]] = {
+    "7.0": ((9, 0), (13, 0)),
+    "7.5": ((10, 0), None),
+    "8.0": ((11, 0), None),
+    "8.6": ((11, 1), None),
+    "8.9": ((11, 8), None),
+    "9.0": ((11, 8), None),
+    "10.0": ((12, 8), None),
+    "10.3": ((12, 9), None),
+    "12.0": ((12, 8), None),
+    "12.1": ((12, 9), None),
+}
+
+
+class Accelerator(NamedTuple):
+    """What torch computes on.
+
+    Attributes:
+        backends: kinds of backend that it can have.
+        name: what it is called.
+        arch: compute capability or gfx name; None where builds do not ask for one.
+        cpu, os: of the machine that it is in.
+    """
+
+    backends: tuple[str, ...]
+    name: str
+    arch: str | None = None
+    cpu: str = "x86_64"
+    os: str = "linux"
+
+
+def _nvidia(name: str, arch: str, cpu: str = "x86_64") -> Accelerator:
+    return Accelerator(("cuda",), f"NVIDIA {name}", arch, cpu)
+
+
+def _amd(name: str, arch: str) -> Accelerator:
+    return Accelerator(("rocm",), f"AMD {name}", arch)
+
+
+ACCELERATORS: Final = {
+    "v100": _nvidia("V100", "7.0"),
+    "t4": _nvidia("T4", "7.5"),
+    "a100": _nvidia("A100", "8.0"),
+    "a30": _nvidia("A30", "8.0"),
+    "a10": _nvidia("A10", "8.6"),
+    "a10g": _nvidia("A10G", "8.6"),
+    "a40": _nvidia("A40", "8.6"),
+    "rtx3090": _nvidia("GeForce RTX 3090", "8.6"),
+    "rtxa6000": _nvidia("RTX A6000", "8.6"),
+    "l4": _nvidia("L4", "8.9"),
+    "l40": _nvidia("L40", "8.9"),
+    "l40s": _nvidia("L40S", "8.9"),
+    "rtx4090": _nvidia("GeForce RTX 4090", "8.9"),
+    "rtx6000ada": _nvidia("RTX 6000 Ada Generation", "8.9"),
+    "h100": _nvidia("H100", "9.0"),
+    "h200": _nvidia("H200", "9.0"),
+    "gh200": _nvidia("GH200", "9.0", "aarch64"),
+    "b200": _nvidia("B200", "10.0"),
+    "gb200": _nvidia("GB200", "10.0", "aarch64"),
+    "b300": _nvidia("B300", "10.3"),
+    "gb300": _nvidia("GB300", "10.3", "aarch64"),
+    "rtx5090": _nvidia("GeForce RTX 5090", "12.0"),
+    "rtxpro6000": _nvidia("RTX PRO 6000 Blackwell", "12.0"),
+    "gb10": _nvidia("GB10", "12.1", "aarch64"),
+    "mi210": _amd("Instinct MI210", "gfx90a"),
+    "mi250": _amd("Instinct MI250", "gfx90a"),
+    "mi250x": _amd("Instinct MI250X", "gfx90a"),
+    "mi300a": _amd("Instinct MI300A", "gfx942"),
+    "mi300x": _amd("Instinct MI300X", "gfx942"),
+    "mi325x": _amd("Instinct MI325X", "gfx942"),
+    "mi350x": _amd("Instinct MI350X", "gfx950"),
+    "mi355x": _amd("Instinct MI355X", "gfx950"),
+    "rx7900xtx": _amd("Radeon RX 7900 XTX", "gfx1100"),
+    "max1550": Accelerator(("xpu",), "Intel Data Center GPU Max 1550"),
+    "mac": Accelerator(("metal", "cpu"), "Apple silicon, macOS 26", None, "aarch64", "darwin"),
+    "x86_64": Accelerator(("cpu",), "no accelerator"),
+    "aarch64": Accelerator(("cpu",), "no accelerator", None, "aarch64"),
+}
+
+
+def preset(name: str) -> Host:
+    """The host of a name, without the `preset:` before it.
+
+    Raises:
+        HostError: the name is not of the form, names something unknown, or a combination that cannot be.
+    """
+    match = re.fullmatch(r"(?P<accelerator>.+)-(?P<backend>[a-z]+[\d.]*)-torch(?P<torch>\d\.\d{1,3})", name, re.ASCII)
+    if match is None:
+        raise _refusal(name, f"a preset is {FORM}")
+    accelerator = ACCELERATORS.get(match["accelerator"].lower())
+    if accelerator is None:
+        near = difflib.get_close_matches(match["accelerator"].lower(), ACCELERATORS, n=3)
+        meant = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(ACCELERATORS)}"
+        raise _refusal(name, f"{match['accelerator']} is no accelerator that has a name here; {meant}")
+    torch = tuple(map(int, match["torch"].split(".")))
+    if torch < _LEAST_TORCH:
+        raise _refusal(name, f"torch {match['torch']} is older than any that is supported ({_dotted(_LEAST_TORCH)})")
+    backend, version = _backend(name, match["backend"].replace(".", ""))
+    if backend not in accelerator.backends:
+        there = " or ".join(accelerator.backends)
+        raise _refusal(name, f"{accelerator.name} computes on {there}, and {match['backend']} is for {backend}")
+    if backend == "cuda" and version is not None:
+        _check_cuda(name, accelerator, version)
+    host = _host(accelerator, backend, version, torch)
+    known = {field.name for field in fields(Host)} - host.unknown - {"unknown", "provenance"}
+    return replace(host, provenance=dict.fromkeys(sorted(known), f"{PREFIX}{name}"))
+
+
+def _backend(name: str, word: str) -> tuple[str, tuple[int, int] | None]:
+    """Kind and version of a backend, as names of builds have them."""
+    try:
+        read = Variant.parse(f"torch-stable-abi20-{word}-x86_64-linux")
+    except VariantError as error:
+        raise _refusal(name, f"{word!r} is no backend, such as cu130, rocm72, xpu20260, metal or cpu") from error
+    return read.backend, read.backend_version
+
+
+def _check_cuda(name: str, accelerator: Accelerator, version: tuple[int, int]) -> None:
+    assert accelerator.arch is not None, "NVIDIA GPUs have one"
+    first, dropped = _CUDA[accelerator.arch]
+    if version < first:
+        raise _refusal(name, f"{accelerator.name} needs CUDA {_dotted(first)} or later")
+    if dropped is not None and version >= dropped:
+        raise _refusal(name, f"CUDA {_dotted(dropped)} and later have nothing for {accelerator.name}")
+    if version[0] not in LEAST_DRIVER["linux"]:
+        raise _refusal(name, f"CUDA {_dotted(version)} is not known here")
+
+
+def _host(accelerator: Accelerator, backend: str, version: tuple[int, int] | None, torch: tuple[int, ...]) -> Host:
+    linux = accelerator.os == "linux"
+    facts: dict[str, Any] = {backend: _dotted(version)} if version is not None else {}
+    local = {"cuda": "+cu{0}{1}", "rocm": "+rocm{0}.{1}", "xpu": "+xpu", "cpu": "+cpu" if linux else ""}.get(
+        backend, ""
+    )
+    if backend == "cuda" and version is not None:
+        facts["driver"] = LEAST_DRIVER["linux"][version[0]]
+    if backend == "metal":
+        facts["metal"] = True
+    return Host(
+        os=accelerator.os,
+        cpu=accelerator.cpu,
+        macos=None if linux else _dotted(LEAST_MACOS),
+        glibc=GLIBC if linux else None,
+        python=PYTHON,
+        torch=f"{_dotted(torch)}.0{local.format(*(version or ()))}",
+        cxx11_abi=_cxx11_abi(accelerator, backend, version, torch) if linux else None,
+        devices=(HostDevice(accelerator.arch, accelerator.name),) if accelerator.arch is not None else (),
+        unknown=frozenset({"packages", "tvm_ffi", "cuda_toolkit"}),
+        **facts,
+    )
+
+
+def _cxx11_abi(accelerator: Accelerator, backend: str, version: tuple[int, int] | None, torch: tuple[int, ...]) -> bool:
+    is_new = torch >= (2, 7) or accelerator.cpu == "aarch64" or backend in ("rocm", "xpu")
+    return is_new or (backend == "cuda" and version == (12, 6))
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _refusal(name: str, detail: str) -> HostError:
+    advice = (
+        "`kernel-loader host --presets` lists them; a machine that has no name is described by `host --json` there."
+    )
+    return HostError(f"{PREFIX}{name}", detail, advice)
