@@ -35,6 +35,7 @@ from kernel_loader.once import Once
 from kernel_loader.provenance import Origin
 from kernel_loader.published import PublishedBuilds
 from kernel_loader.resolver import Resolution
+from kernel_loader.resources import installed_builds
 from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Fetched, LocalDirectories, Request, Source
 from kernel_loader.store import Store
@@ -108,7 +109,7 @@ class KernelLoader:
         s = settings if settings is not None else Settings.from_env()
         self.settings: Final = s
         self.catalog: Final = Catalog(s)
-        self.store: Final = Store(s.cache)
+        self.store: Final = Store(s.cache, (*s.shared, *installed_builds()))
         self._given_host: Final = _checked(host) if host is not None else None
         self.lock: Final = _read_lock(lock if lock is not None else s.lock)
         published = self._published()

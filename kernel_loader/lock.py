@@ -91,7 +91,7 @@ class LockedRepository:
 
     request: Request
     commit: str
-    builds: Mapping[str, LockedBuild] | None = None
+    builds: Mapping[str, LockedBuild] | None = field(default=None, hash=False)
 
     def answers(self, request: Request) -> bool:
         """Whether this is what a request means."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel_loader.digest import size_of, violations
-from kernel_loader.errors import HubUnavailable, IntegrityError, NotCached, SourceError
+from kernel_loader.errors import HubUnavailable, IntegrityError, NotCached, SourceError, StoreError
 from kernel_loader.index import Entry, Index, parse_metadata
 from kernel_loader.metadata import FILE_NAME, Metadata
 from kernel_loader.sources import Fetched, Listing, Request
@@ -100,17 +100,17 @@ class PublishedBuilds:
             if self._offline:
                 raise
             logger.warning("%s: %s It is fetched again.", entry.request, error.problem)
-            self._store.remove(entry.builds[name], in_use=True)
         if name not in entry.metadata:  # of a build that was not chosen; its digests are what it is held against
             entry = self._read_metadata(entry, name)
         with self._store.lock(f"{entry.request.repo}@{entry.commit}/{name}"):
             entry = self._entry(listing)  # another process may have fetched it while this one waited
-            return self._stored(entry, name) or self._adopt(entry, name) or self._download(entry, name)
+            stored = self._stored(entry, name, repair=not self._offline)
+            return stored or self._adopt(entry, name) or self._download(entry, name)
 
     def hold(self, fetched: Fetched) -> None:
         """Keep a build from being pruned as long as this process lives."""
         if fetched.digest not in self._leases:
-            self._leases[fetched.digest] = self._store.lease(fetched.digest)
+            self._leases[fetched.digest] = self._store.lease(fetched.path)
 
     def measure(self, listing: Listing, name: str) -> tuple[Fetched | None, int]:
         """A build as far as it is in the store, and the bytes of its files; asked of the Hub where it is not."""
@@ -172,7 +172,7 @@ class PublishedBuilds:
 
     def _remember(self, entry: Entry) -> Entry:
         # An index that cannot be written costs requests, not the load.
-        with contextlib.suppress(SourceError):
+        with contextlib.suppress(StoreError):
             return self.index.put(entry)
         return entry
 
@@ -284,9 +284,9 @@ class PublishedBuilds:
         self._remember(entry._replace(builds={**entry.builds, name: digest}))
         return Fetched(path=directory, digest=digest)
 
-    def _stored(self, entry: Entry, name: str) -> Fetched | None:
+    def _stored(self, entry: Entry, name: str, *, repair: bool = False) -> Fetched | None:
         digest = entry.builds.get(name)
-        directory = self._store.find(digest) if digest is not None else None
+        directory = self._store.find(digest, repair=repair) if digest is not None else None
         return Fetched(path=directory, digest=digest) if directory is not None and digest is not None else None
 
 

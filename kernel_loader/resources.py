@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.machinery
 from pathlib import Path
+from typing import Final
+
+# The namespace package below which packages of builds are installed.
+INSTALLED: Final = "kernel_loader_builds"
 
 _PACKAGE = Path(__file__).parent
 
@@ -20,6 +24,6 @@ def installed_builds() -> tuple[Path, ...]:
     They share a namespace package of which nothing is ever imported, so that finding them costs a look into each
     directory of `sys.path` and no reading of what every distribution says of itself.
     """
-    spec = importlib.machinery.PathFinder.find_spec("kernel_loader_builds")
+    spec = importlib.machinery.PathFinder.find_spec(INSTALLED)
     places = (Path(place) for place in (spec.submodule_search_locations if spec else None) or ())
     return tuple(sorted(entry for place in places if place.is_dir() for entry in place.iterdir() if entry.is_dir()))

@@ -69,7 +69,8 @@ class Settings:
         ignore_advisories: ids of advisories that are not heeded; "all" for every one.
         disable_mapping: `kernelize` replaces no layer.
         strict: refuse builds whose compatibility cannot be decided, instead of trying them with a warning.
-        cache: directory of the store.
+        cache: directory of the store, which is read first and alone is written.
+        shared: further directories of stores that others fill, read in their order. One that is not there is no error.
         offline: never ask the Hub.
         refresh_after: seconds after which a version that may have moved is asked about again.
         overrides: facts about the machine that replace what the probes find, such as `{"CUDA": "12.8"}`; an empty
@@ -86,6 +87,7 @@ class Settings:
     disable_mapping: bool = False
     strict: bool = False
     cache: Path = field(default_factory=_default_cache)
+    shared: tuple[Path, ...] = ()
     offline: bool = False
     refresh_after: float = DAY
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -93,9 +95,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.fallback not in (None, *get_args(Fallback)):
             raise SettingsError("Settings.fallback", str(self.fallback), '"reference", "error" or None')
-        given = (self.disable, self.ignore_advisories, self.manifests, *self.prefer.values())
+        given = (self.disable, self.ignore_advisories, self.manifests, self.shared, *self.prefer.values())
         if any(isinstance(value, str) for value in cast("tuple[object, ...]", given)):
-            expected = "a collection of texts for disable, ignore_advisories and manifests, and for each key of prefer"
+            collections = "disable, ignore_advisories, manifests and shared"
+            expected = f"a collection of texts for {collections}, and for each key of prefer"
             raise SettingsError("Settings", "a text", expected)
         # What a caller may write as text is a path here.
         object.__setattr__(self, "local", {repo: Path(path) for repo, path in self.local.items()})
@@ -105,6 +108,9 @@ class Settings:
         object.__setattr__(self, "prefer", {name: tuple(kernels) for name, kernels in self.prefer.items()})
         object.__setattr__(self, "ignore_advisories", frozenset(self.ignore_advisories))
         object.__setattr__(self, "cache", Path(self.cache).absolute())
+        # Each directory once. The disk is not asked: one that does not answer must not stop what does not need it.
+        _, *shared = dict.fromkeys((self.cache, *(Path(path).absolute() for path in self.shared)))
+        object.__setattr__(self, "shared", tuple(shared))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -114,16 +120,13 @@ class Settings:
             SettingsError: a variable holds something that cannot be read.
         """
         _warn_of_unknown(environ)
+        cache, *shared = _paths(environ, f"{PREFIX}CACHE") or (_default_cache(),)
         return cls(
             fallback=_fallback(environ),
             # Ours is read last, so that it wins.
             local=_local(environ, "LOCAL_KERNELS", ":;") | _local(environ, f"{PREFIX}LOCAL", os.pathsep),
             lock=_path(f"{PREFIX}LOCK", environ[f"{PREFIX}LOCK"]) if environ.get(f"{PREFIX}LOCK") else None,
-            manifests=tuple(
-                _path(f"{PREFIX}MANIFESTS", part)
-                for part in environ.get(f"{PREFIX}MANIFESTS", "").split(os.pathsep)
-                if part
-            ),
+            manifests=_paths(environ, f"{PREFIX}MANIFESTS"),
             disable=_names(environ, f"{PREFIX}DISABLE"),
             prefer=_prefer(environ, f"{PREFIX}PREFER"),
             ignore_advisories=_names(environ, f"{PREFIX}IGNORE_ADVISORIES"),
@@ -131,7 +134,8 @@ class Settings:
             strict=_boolean(environ, f"{PREFIX}STRICT"),
             offline=_boolean(environ, f"{PREFIX}OFFLINE") or _boolean(environ, "HF_HUB_OFFLINE"),
             refresh_after=_seconds(environ, f"{PREFIX}REFRESH_AFTER", DAY),
-            cache=_path(f"{PREFIX}CACHE", environ.get(f"{PREFIX}CACHE") or str(_default_cache())),
+            cache=cache,
+            shared=tuple(shared),
             overrides={
                 key.removeprefix(OVERRIDE_PREFIX): value
                 for key, value in environ.items()
@@ -192,6 +196,10 @@ def _path(variable: str, value: str) -> Path:
         return Path(value).expanduser()
     except RuntimeError as error:
         raise SettingsError(variable, value, "a path; the home of that user is not known") from error
+
+
+def _paths(environ: Mapping[str, str], variable: str) -> tuple[Path, ...]:
+    return tuple(_path(variable, part) for part in environ.get(variable, "").split(os.pathsep) if part)
 
 
 def _seconds(environ: Mapping[str, str], variable: str, default: float) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from kernel_loader.errors import HubUnavailable, TrustError
+from kernel_loader.errors import HubUnavailable, StoreError, TrustError
 from kernel_loader.index import Index
 from kernel_loader.sources import Request
 
@@ -97,7 +97,8 @@ class Gate:
                 return False, f"whether {name} is a trusted publisher cannot be asked: {error.detail}"
             logger.warning("%s: the earlier answer about the publisher serves. %s", name, error.problem)
             return known[0], no
-        self._index.put_publisher(name, trusted=trusted, asked=self._now())
+        with contextlib.suppress(StoreError):  # an index that cannot be written costs a request, no more
+            self._index.put_publisher(name, trusted=trusted, asked=self._now())
         return trusted, no
 
 

@@ -204,3 +204,35 @@ def test_offline_is_also_that_of_the_hub_client() -> None:
 def test_the_store_is_where_the_setting_says_or_in_the_users_cache() -> None:
     assert Settings.from_env({"KERNEL_LOADER_CACHE": "/x/y"}).cache == Path("/x/y")
     assert Settings.from_env({}).cache.name == "kernel-loader"
+
+
+HOME, HERE = Path.home(), Path.cwd()
+
+
+@pytest.mark.parametrize(
+    ("entries", "cache", "shared"),
+    [
+        (["/x"], Path("/x"), ()),
+        (["/x", "/y", "/z"], Path("/x"), (Path("/y"), Path("/z"))),
+        (["", "/x", "", "/y", ""], Path("/x"), (Path("/y"),)),
+        (["/x", "/y", "/x", "/z", "/y/"], Path("/x"), (Path("/y"), Path("/z"))),
+        (["x", "y"], HERE / "x", (HERE / "y",)),
+        (["~/x", "~"], HOME / "x", (HOME,)),
+        (["", ""], Settings().cache, ()),
+    ],
+)
+def test_of_several_stores_the_first_is_written_and_the_others_are_shared(entries, cache, shared) -> None:
+    settings = Settings.from_env({"KERNEL_LOADER_CACHE": os.pathsep.join(entries)})
+    assert (settings.cache, settings.shared) == (cache.absolute(), shared)
+    assert Settings(cache=cache, shared=shared) == settings
+
+
+def test_shared_stores_made_in_python_are_paths() -> None:
+    assert Settings(cache="x", shared=["y", "x"]).shared == (HERE / "y",)  # type: ignore[arg-type, list-item]
+    with pytest.raises(SettingsError, match="manifests and shared"):
+        Settings(shared="y")  # type: ignore[arg-type]
+
+
+def test_each_of_several_stores_needs_a_home_that_is_known() -> None:
+    with pytest.raises(SettingsError, match="KERNEL_LOADER_CACHE"):
+        Settings.from_env({"KERNEL_LOADER_CACHE": os.pathsep.join(["/x", "~no-such-user/y"])})

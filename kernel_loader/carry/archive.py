@@ -16,11 +16,11 @@ from typing import Final, NamedTuple, NoReturn, Self
 
 from kernel_loader import __version__
 from kernel_loader.carry.contents import FILE_NAME, MAX_BYTES, Bundle, BundledRepository
-from kernel_loader.errors import BundleError, IntegrityError, RequestError
+from kernel_loader.errors import BundleError, RequestError
 from kernel_loader.files import sync
-from kernel_loader.index import Entry, Index
+from kernel_loader.index import Index, entry_of
 from kernel_loader.lock import Lock, LockedFile
-from kernel_loader.sources import Request
+from kernel_loader.resources import INSTALLED
 from kernel_loader.store import NAME_DIGITS, Source as Published, Store
 
 SUFFIX: Final = ".klb"
@@ -76,7 +76,7 @@ def write_wheel(file: Path, bundle: Bundle, directories: Mapping[str, Path]) -> 
         detail = f"{file.name!r} was given as the name of a wheel"
         raise RequestError(detail, "It is name-version-py3-none-any.whl, as in cluster_kernels-1.0-py3-none-any.whl.")
     name, version = re.sub(r"[\W_]+", "_", match["name"]).strip("_"), match["version"]
-    information, home = f"{name}-{version}.dist-info", f"kernel_loader_builds/{name}/"
+    information, home = f"{name}-{version}.dist-info", f"{INSTALLED}/{name}/"
     about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Builds of GPU kernels\n"
     form = f"Wheel-Version: 1.0\nGenerator: kernel-loader {__version__}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     record: list[str] = []
@@ -250,7 +250,7 @@ def import_archive(file: Path, store: Store, index: Index, lock: Lock | None = N
         bundle = archive.bundle
         if lock is not None:
             _hold_to(lock, bundle)
-        new = [digest for digest in bundle.files if not _is_here(store, digest)]
+        new = [digest for digest in bundle.files if store.find(digest, repair=True) is None]
         if new:
             _publish(archive, new, store)
     for repository in bundle.repositories:
@@ -263,14 +263,6 @@ def import_archive(file: Path, store: Store, index: Index, lock: Lock | None = N
         for repository in bundle.repositories
         for variant, digest in repository.builds.items()
     ]
-
-
-def _is_here(store: Store, digest: str) -> bool:
-    try:
-        return store.find(digest) is not None
-    except IntegrityError:
-        store.remove(digest, in_use=True)  # a damaged build serves nobody
-        return False
 
 
 def _publish(archive: Archive, new: list[str], store: Store) -> None:
@@ -321,13 +313,6 @@ def _remember(index: Index, repository: BundledRepository) -> None:
     there = index.get(entry.request)
     if there is None or there.merge(entry)._replace(checked=0.0) != entry.merge(there)._replace(checked=0.0):
         index.put(entry)
-
-
-def entry_of(repository: BundledRepository) -> Entry:
-    """What the index would know."""
-    request = Request(repository.repo, revision=repository.revision)
-    names, metadata, builds = tuple(repository.names), repository.metadata, repository.builds
-    return Entry(request, repository.commit, names, metadata, builds)
 
 
 def _member(digest: str, file: LockedFile) -> str:

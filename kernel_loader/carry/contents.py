@@ -6,9 +6,11 @@ the index knows of each repository, so that a host there chooses as a host here,
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kernel_loader.errors import BundleError, MetadataError, VariantError
@@ -16,6 +18,7 @@ from kernel_loader.lock import LockedFile, digest_of
 from kernel_loader.manifest import REPO, known
 from kernel_loader.metadata import FILE_NAME as METADATA, Metadata, path_problem
 from kernel_loader.reading import Node
+from kernel_loader.resources import INSTALLED
 from kernel_loader.variant import Variant
 
 FILE_NAME: Final = "bundle.json"
@@ -110,6 +113,26 @@ class Bundle(NamedTuple):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for files in self.files.values() for file in files)
+
+
+def installed(home: Path) -> Bundle | None:
+    """What a package of builds carries in its directory; None for any other directory.
+
+    Raises:
+        BundleError: its bundle.json is damaged.
+    """
+    if home.parent.name != INSTALLED:
+        return None
+    try:
+        changed = (home / FILE_NAME).stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read(home / FILE_NAME, changed)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(file: Path, changed: int) -> Bundle:  # noqa: ARG001 - part of the key
+    return Bundle.parse(file.read_bytes(), str(file))
 
 
 def _of(node: Node, key: str) -> Node:

@@ -46,25 +46,35 @@ def cache() -> None:
 @cache.command("dir")
 @options.as_json
 def directory(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
-    """Show where the store is."""
-    root = str(Settings.from_env().cache)
-    click.echo(json.dumps({"cache": root}, indent=2) if as_json else root)
+    """Show where the store is: the directory that is written, then those that are read too."""
+    settings = Settings.from_env()
+    if as_json:
+        click.echo(json.dumps({"cache": str(settings.cache), "shared": [str(p) for p in settings.shared]}, indent=2))
+        return
+    click.echo(f"{settings.cache}  (written)" if settings.shared else settings.cache)
+    for path in settings.shared:
+        click.echo(path)
+
+
+def _store() -> Store:
+    settings = Settings.from_env()
+    return Store(settings.cache, settings.shared)
 
 
 @cache.command("ls")
 @options.as_json
 def ls(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
     """List the builds in the store: size, last use, and whether they would run on this machine."""
-    settings = Settings.from_env()
-    host = Host.detect(settings.overrides)
-    rows = [_row(stored, host) for stored in Store(settings.cache).all()]
+    store, host = _store(), Host.detect(Settings.from_env().overrides)
+    rows = [_row(stored, host) for stored in store.all()]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
         age = (time.time() - row["last_use"]) / _DAY
         here = "runs here" if row["usable"] else "not here"
-        click.echo(f"{row['digest'][:12]}  {row['size']:>12,} B  {age:6.1f} days  {here:9}  {row['what']}")
+        where = f"  in {row['directory']}" if len(store.directories) > 1 else ""
+        click.echo(f"{row['digest'][:12]}  {row['size']:>12,} B  {age:6.1f} days  {here:9}  {row['what']}{where}")
     click.echo(f"{len(rows)} builds, {sum(row['size'] for row in rows):,} B")
 
 
@@ -77,6 +87,7 @@ def _row(stored: Stored, host: Host) -> dict[str, Any]:
         "usable": any(resolve([s.variant], host).chosen for s in stored.sources),
         "what": ", ".join(sources),
         "path": str(stored.path),
+        "directory": str(stored.home),
     }
 
 
@@ -84,14 +95,15 @@ def _row(stored: Stored, host: Host) -> dict[str, Any]:
 @options.as_json
 def verify(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
     """Hash every file of every build in the store. Exits 1 when one is not what was published."""
-    store = Store(Settings.from_env().cache)
-    results = {}
+    store = _store()
+    problems: dict[str, list[str]] = {}
     for stored in store.all():
+        told = problems.setdefault(stored.digest, [])  # of all directories that have the build
         try:
-            store.find(stored.digest, trust_receipt=False)
-            results[stored.digest] = "whole"
+            store.verify(stored)
         except KernelLoaderError as error:
-            results[stored.digest] = error.problem
+            told.append(error.problem)
+    results = {digest: " ".join(told) or "whole" for digest, told in problems.items()}
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:
@@ -106,9 +118,9 @@ def verify(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
 @click.option("--dry-run", is_flag=True, help="Remove nothing; show what would be.")
 @options.as_json
 def prune(days: float, dry_run: bool, as_json: bool) -> None:  # noqa: FBT001 - flags of the command line
-    """Remove builds from the store. A build that a process on this machine has loaded stays."""
-    store = Store(Settings.from_env().cache)
-    old = [stored for stored in store.all() if time.time() - stored.last_use >= days * _DAY]
+    """Remove builds from the directory that is written. A build that a process on this machine has loaded stays."""
+    store = _store()
+    old = [stored for stored in store.builds_in(store.root) if time.time() - stored.last_use >= days * _DAY]
     gone = [stored for stored in old if dry_run or store.remove(stored.digest)]
     if as_json:
         click.echo(json.dumps({"removed": [stored.digest for stored in gone], "dry_run": dry_run}, indent=2))

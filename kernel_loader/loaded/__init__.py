@@ -20,6 +20,7 @@ from kernel_loader.errors import KernelLoaderError
 from kernel_loader.importer import FINDER, HOME, module_name, package_directory
 from kernel_loader.metadata import FILE_NAME, Metadata
 from kernel_loader.provenance import Origin
+from kernel_loader.resources import installed_builds
 from kernel_loader.settings import Settings
 from kernel_loader.sources import Fetched, Listing, LocalDirectories, Request, embedded
 from kernel_loader.store import Store
@@ -97,7 +98,7 @@ class Locator:
 def _builds(fullname: str, digits: str) -> Iterator[tuple[Metadata, Origin]]:
     """Verified builds that may be the one of a module's name."""
     settings = Settings.from_env()
-    store = Store(settings.cache)
+    store = Store(settings.cache, (*settings.shared, *installed_builds()))
     for stored in store.all():
         if stored.digest.startswith(digits) and (directory := store.find(stored.digest)) is not None:
             file = directory / FILE_NAME

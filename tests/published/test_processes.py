@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from kernel_loader.store import Store
 from kernel_loader.testing import Fault
@@ -134,6 +135,19 @@ def test_a_complete_store_works_read_only(site, unprivileged, open_path):
         assert site.loader().load("kernel").double(21) == 42
     assert len(site.hub.requests) == 0
     assert site.tree() == before
+
+
+def test_an_index_that_cannot_be_written_costs_a_request_and_not_the_load(site, unprivileged, open_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(open_path / "token"))
+    site.store, site.manifests = open_path / "store", site.manifests.rename(open_path / "manifests")
+    site.hub.publisher("org", trusted=True)
+    site.loader().load_module(REPO, version=1)
+    for entry in [site.store, *site.store.rglob("*")]:
+        entry.chmod(0o555 if entry.is_dir() else 0o444)
+    site.hub.requests.clear()
+    with unprivileged():  # the version is due, and so is what the Hub says of the publisher
+        assert site.loader(refresh_after=0).load_module(REPO, version=1).double(21) == 42
+    assert site.hub.counts() == {("GET", "info"): 1, ("GET", "organization"): 1}
 
 
 # --- removing -----------------------------------------------------------------------------------------------------
