@@ -1,14 +1,15 @@
 """Fused models of transformers against the originals: logits, gradients, state dicts and saved checkpoints.
 
-    python bench/fusion.py
+    python bench/fusion.py [--device cuda]
 
-Needs transformers. Models are made of configurations, with random weights, on the CPU in float32. `fuse` is by
+Needs transformers. Models are made of configurations, with random weights, in float32. `fuse` is by
 configuration alone: RMSNorm and MLP where the MLP is dense, queries, keys and values everywhere. A saved fused model is
 read by `from_pretrained` in a fresh process that knows nothing of fusion.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import re
 import subprocess
@@ -74,17 +75,20 @@ def models() -> Iterator[tuple[str, nn.Module, KernelConfig]]:
 
 def main() -> None:
     """A row for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="where the models compute (default: %(default)s)")
+    device = torch.device(parser.parse_args().device)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, float32 on the CPU\n")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, float32 on {device}\n")
     print("| model | fused modules | logits: largest, mean difference | gradients | state dict | saved | undone |")
     print("|---|---|---|---|---|---|---|")
     for name, model, config in models():
-        print(f"| {name} | {' | '.join(row(model.eval(), config))} |", flush=True)
+        print(f"| {name} | {' | '.join(row(model.eval().to(device), config))} |", flush=True)
 
 
 def row(model: nn.Module, config: KernelConfig) -> list[str]:
     """What became of one model."""
-    ids = torch.arange(24)[None] % 512
+    ids = torch.arange(24, device=next(model.parameters()).device)[None] % 512
     original = copy.deepcopy(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fuse(model, config)
@@ -130,7 +134,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Whether all tensors are bit for bit alike."""
-    return all(torch.equal(one[name], other[name]) for name in one)
+    return all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
 
 
 if __name__ == "__main__":

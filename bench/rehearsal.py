@@ -1,9 +1,9 @@
 """From a laptop to a sealed machine, as commands: prefetch, export, lock; then import and load without a network.
 
-    python bench/rehearsal.py [--sources org/name=DIRECTORY ...] [--host FILE|preset:...] [--keep DIRECTORY]
+    python bench/rehearsal.py [--source KERNEL=DIRECTORY ...] [--host FILE|preset:...] [--keep DIRECTORY]
 
-A loopback Hub has version 4 of `kernels-community/finegrained-fp8` (from `--sources`, or else a small stand-in for it)
-and version 1 of `kernels-community/relu`, compiled here for this CPU. The first machine has a HOME of its own, and a
+A loopback Hub has the repositories of kernels for the GPU that `--source` gives, or else a small stand-in for
+finegrained_fp8; and relu, compiled here for this CPU. The first machine has a HOME of its own, and a
 torch whose import fails. The second has another HOME, and runs in a network namespace without routes (`unshare -rn`),
 while the Hub is still up: what it loads, it loads from the bundle. `--keep` leaves the bundles there.
 
@@ -26,13 +26,13 @@ from report import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from kernel_loader.catalog import Catalog
 from kernel_loader.digest import seal
 from kernel_loader.host import Host
+from kernel_loader.settings import Settings
 from kernel_loader.testing import Hub
 from tests.builds import NO_ACCELERATOR, compile_library, write_build
 
-FP8: Final = "kernels-community/finegrained-fp8"
-RELU: Final = "kernels-community/relu"
 PRESET: Final = "preset:h200-cu130-torch2.11"
 
 STAND_IN: Final = "".join(
@@ -75,13 +75,13 @@ print(kernel_loader.origin(bundle).variant, bundle.relu(torch.tensor([-1.0, 0.0,
 """
 
 
-def relu(directory: Path) -> Path:
+def relu(directory: Path, more: str = "") -> Path:
     """A repository with a build of relu for this CPU and torch."""
     host = Host.detect({name.rpartition("_")[2]: value for name, value in NO_ACCELERATOR.items()})
     assert host.torch is not None, "torch is here"
     major, minor = host.torch.split(".")[:2]
     variant = f"torch{major}{minor}-cxx11-cpu-{host.cpu}-{host.os}"
-    files = {"__init__.py": RELU_PY, "layers.py": LAYERS}
+    files = {"__init__.py": RELU_PY + more, "layers.py": LAYERS}
     build = write_build(directory, variant, files, version=1, backend={"type": "cpu"})
     compile_library(OP, build / "_relu_rehearsal.abi3.so")
     seal(build)
@@ -94,15 +94,17 @@ def stand_in(directory: Path) -> Path:
     return directory
 
 
-def publish(hub: Hub, repo: str, version: int, directory: Path) -> str:
-    """Put a repository on the Hub; gives the commit."""
-    build = directory / "build"
+def publish(hub: Hub, kernel: str, *directories: Path) -> None:
+    """Put the repository of a kernel on the Hub, with the builds of some directories."""
+    manifest = Catalog(Settings()).get(kernel)
+    assert manifest.repo is not None, "only kernels that are published"
     content = {
-        f"build/{file.relative_to(build).as_posix()}": file.read_bytes()
-        for file in sorted(build.rglob("*"))
+        f"build/{file.relative_to(directory / 'build').as_posix()}": file.read_bytes()
+        for directory in directories
+        for file in sorted((directory / "build").rglob("*"))
         if file.is_file() and "__pycache__" not in file.parts
     }
-    return hub.kernel(repo).commit(content, branch=f"v{version}")
+    hub.kernel(manifest.repo).commit(content, branch=f"v{manifest.version}")
 
 
 class Machine:
@@ -134,21 +136,23 @@ class Machine:
 def main() -> None:
     """Go from one machine to the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sources", action="append", default=[], metavar="REPO=DIRECTORY")
+    parser.add_argument("--source", action="append", default=[], metavar="KERNEL=DIRECTORY")
     parser.add_argument("--host", default=PRESET, help="the machine with the GPU (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="where the bundles are left")
     arguments = parser.parse_args()
-    sources = {repo: Path(path) for repo, _, path in (source.partition("=") for source in arguments.sources)}
+    sources = {kernel: Path(path) for kernel, _, path in (source.partition("=") for source in arguments.source)}
     with tempfile.TemporaryDirectory() as directory, Hub() as hub:
         root = Path(directory)
-        publish(hub, FP8, 4, sources.get(FP8) or stand_in(root / "finegrained-fp8"))
-        publish(hub, RELU, 1, relu(root / "relu"))
+        sources = sources or {"finegrained_fp8": stand_in(root / "finegrained-fp8")}
+        for kernel, source in ({"relu": relu(root / "relu")} | sources).items():
+            publish(hub, kernel, *([root / "relu", source] if kernel == "relu" and kernel in sources else [source]))
         hidden = root / "no-torch" / "torch"
         hidden.mkdir(parents=True)
         (hidden / "__init__.py").write_text("raise ImportError('this machine has no torch')\n")
         online = dict(hub.environ) | {"HF_HUB_OFFLINE": "0", "PYTHONPATH": f"{hidden.parent}:{ROOT}"}
         laptop = Machine("laptop", root / "laptop", online)
-        prepare(laptop, arguments.host, hub, lambda: publish(hub, FP8, 4, stand_in(root / "moved")))
+        moved = relu(root / "moved", "# moved\n")
+        prepare(laptop, arguments.host, " ".join(sources), lambda: publish(hub, "relu", moved))
         sealed_environ = dict(hub.environ) | NO_ACCELERATOR | {"HF_HUB_OFFLINE": "0"}
         sealed = Machine("cluster", root / "cluster", sealed_environ, ("unshare", "-rn"))
         arrive(laptop.home, sealed)
@@ -158,7 +162,7 @@ def main() -> None:
                 (arguments.keep / file.name).write_bytes(file.read_bytes())
 
 
-def prepare(laptop: Machine, host: str, hub: Hub, move: Callable[[], object]) -> None:
+def prepare(laptop: Machine, host: str, kernels: str, move: Callable[[], object]) -> None:
     """What is done where there is a network, and neither a GPU nor torch."""
     laptop.run("python -c 'import torch'", fails=True)
     cpu = Host.detect({name.rpartition("_")[2]: value for name, value in NO_ACCELERATOR.items()})
@@ -166,18 +170,17 @@ def prepare(laptop: Machine, host: str, hub: Hub, move: Callable[[], object]) ->
     if not host.startswith("preset:"):
         (laptop.home / "gpu.json").write_text(Path(host).read_text())
         host = "gpu.json"
-    laptop.run(f"kernel-loader prefetch finegrained_fp8 --host {host} --dry-run")
-    laptop.run(f"kernel-loader prefetch finegrained_fp8 --host {host}")
-    laptop.run("kernel-loader lock finegrained_fp8 relu")
-    laptop.run(f"kernel-loader export -o gpu.klb finegrained_fp8 --host {host}")
+    laptop.run(f"kernel-loader prefetch {kernels} --host {host} --dry-run")
+    laptop.run(f"kernel-loader prefetch {kernels} --host {host}")
+    laptop.run(f"kernel-loader lock {' '.join(dict.fromkeys([*kernels.split(), 'relu']))}")
+    laptop.run(f"kernel-loader export -o gpu.klb {kernels} --host {host}")
     laptop.run("kernel-loader export -o cpu.klb relu --host cpu.json --lock kernel-loader.lock")
     laptop.run("kernel-loader export --wheel -o cluster_kernels-1.0-py3-none-any.whl relu --host cpu.json")
     laptop.run("kernel-loader verify gpu.klb cpu.klb kernel-loader.lock")
     move()
-    hub.requests.clear()
     laptop.run("kernel-loader lock --check")
     laptop.run("kernel-loader lock --check --upgrade", fails=True)
-    laptop.run(f"kernel-loader prefetch finegrained_fp8 --host {host} --lock kernel-loader.lock --dry-run")
+    laptop.run(f"kernel-loader prefetch {kernels} --host {host} --lock kernel-loader.lock --dry-run")
 
 
 def arrive(carried: Path, sealed: Machine) -> None:
