@@ -311,7 +311,9 @@ def _remember(index: Index, repository: BundledRepository) -> None:
     """What the bundle says holds as if the Hub had been asked now; a bundle that is imported again changes nothing."""
     entry = entry_of(repository)._replace(checked=time.time())
     there = index.get(entry.request)
-    if there is None or there.merge(entry)._replace(checked=0.0) != entry.merge(there)._replace(checked=0.0):
+    # What the receipts of the builds tell is no answer of the index yet.
+    is_known = there is not None and there.names is not None and there.commit == entry.commit
+    if there is None or not is_known or entry.merge(there)._replace(checked=there.checked) != there:
         index.put(entry)
 
 

@@ -11,7 +11,7 @@ import sys
 import click
 
 from kernel_loader import __version__
-from kernel_loader.cli import conformance, convert, kernels, sealed, store
+from kernel_loader.cli import conformance, convert, doctor, kernels, sealed, store
 from kernel_loader.errors import KernelLoaderError
 
 
@@ -37,5 +37,12 @@ def main() -> None:
     """Find, verify and load the compiled GPU kernel that fits a machine."""
 
 
-for command in (*kernels.COMMANDS, *conformance.COMMANDS, *convert.COMMANDS, *sealed.COMMANDS, *store.COMMANDS):
+for command in (
+    *kernels.COMMANDS,
+    *conformance.COMMANDS,
+    *convert.COMMANDS,
+    *doctor.COMMANDS,
+    *sealed.COMMANDS,
+    *store.COMMANDS,
+):
     main.add_command(command)

@@ -135,3 +135,15 @@ def test_a_transfer_that_breaks_off_leaves_no_build(site):
         site.loader().prefetch("kernel")
     assert not any((site.store / "builds").glob("*"))
     assert not any((site.store / "staging").iterdir())
+
+
+def test_what_was_imported_is_not_asked_about(site):
+    """Without offline mode: the bundle's answer counts as one of the Hub's, and was once not remembered."""
+    site.loader(cache=site.root / "laptop").export("kernel", site.root / "kernels.klb")
+    site.loader().import_bundle(site.root / "kernels.klb")
+    site.hub.requests.clear()
+    assert site.loader().load("kernel").double(21) == 42
+    assert len(site.hub.requests) == 0
+    before = site.tree()
+    site.loader().import_bundle(site.root / "kernels.klb")
+    assert site.tree() == before
