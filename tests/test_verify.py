@@ -235,7 +235,8 @@ def test_installed_packages_of_builds_are_verified(site, carried, run):
     (home / "builds" / "stranger").mkdir()
     status, rows = run(**installed)
     assert status == 1
-    violations = [f"org/kernel torch-universal: {CHANGED}", "stranger is not named in its bundle.json"]
+    stranger = home / "builds" / "stranger"
+    violations = [f"{build}: {CHANGED}", f"{stranger}: its content is not what its name says"]
     assert of(rows, f"package {home}")["violations"] == violations
     assert of(rows, f"package {other}")["violations"] == []
     (home / "bundle.json").write_text("garbage")

@@ -11,20 +11,10 @@ from typing import Final
 import click
 
 from kernel_loader.cli import options
-from kernel_loader.diagnosis import (
-    Checked,
-    Diagnosis,
-    Directory,
-    Kernel,
-    Locked,
-    Setting,
-    check_file,
-    check_installation,
-    diagnose,
-    without_secrets,
-)
+from kernel_loader.diagnosis import Diagnosis, Directory, Kernel, Locked, Setting, diagnose, without_secrets
 from kernel_loader.settings import Settings
 from kernel_loader.store import Store
+from kernel_loader.verification import Checked, check_file, check_installation
 
 _WIDTH: Final = 100
 _LABEL: Final = 14

@@ -87,7 +87,8 @@ class HFCache(NamedTuple):
         from huggingface_hub.constants import HF_HUB_CACHE
 
         roots = [os.environ.get("KERNELS_CACHE"), HF_HUB_CACHE]
-        return tuple(cls(Path(root)) for root in dict.fromkeys(roots) if root)
+        # What this user may not look into holds nothing for him.
+        return tuple(cls(Path(root)) for root in dict.fromkeys(roots) if root and os.access(root, os.R_OK | os.X_OK))
 
     def commit(self, request: Request) -> str | None:
         """The commit that a revision stood at when it was last asked for."""
