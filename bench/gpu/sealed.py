@@ -64,7 +64,7 @@ def main() -> None:
             shown = " ".join(
                 "kernel-loader" if word == "kernel_loader" else word for word in step[2:] if "\n" not in word
             )
-            said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-12:]
+            said = [line for line in (done.stdout + done.stderr).replace(home, "~").splitlines() if line.strip()][-12:]
             lines += [f"$ {shown}", *(f"    {line}" for line in said)]
             lines.append(f"    exit {done.returncode}, {time.perf_counter() - begin:.1f} s")
             Path(page).write_text("\n".join([*lines, "```", ""]), encoding="utf-8")
