@@ -82,8 +82,8 @@ class Locker:
         return Lock(tuple(asked[name] for name in sorted(asked)), tuple(repositories))
 
     def _kernels(self, text: str) -> Iterable[LockedKernel]:
-        _, at, revision = text.partition("@")
         for manifest in self._manifests(text):
+            _, at, revision = text.partition("@")
             places = (one for one in (manifest, *manifest.alternatives) if one.repo is not None)
             # Asked for by another version, or as a repository: it is spelt with it.
             name = f"{manifest.name}@{revision}" if at else manifest.name
