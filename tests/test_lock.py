@@ -1,7 +1,9 @@
 """Lock files as values: read, written, asked. Nothing here asks a Hub or a store."""
 
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -130,6 +132,12 @@ def test_a_text_that_no_file_can_hold_is_refused():
     for wrong in (build(name="\ud800"), build("torch-cpu", "it's '''quoted'''.py")):
         with pytest.raises(LockError):
             Lock((), (repository(builds=[wrong]),)).to_toml()
+
+
+def test_the_example_of_the_documentation_is_a_lock():
+    page = (Path(__file__).parent.parent / "docs" / "lock.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(schema.*?)```", page, re.DOTALL)
+    assert [one.name for one in Lock.parse(example).kernels] == ["finegrained_fp8"]
 
 
 BAD = {

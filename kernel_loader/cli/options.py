@@ -73,6 +73,11 @@ def read_host(described: str) -> Host:
         raise HostError(f"{described}, {error.path}", error.detail, error.advice) from error
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def locked_loader(lock_file: Path | None, kernels: tuple[str, ...]) -> tuple[KernelLoader, tuple[str, ...]]:
     """A loader, under a lock where one is named, and the kernels that are meant: by default all that are locked.
 

@@ -104,7 +104,7 @@ def _changes(known: Lock | None, made: Lock) -> list[str]:
         if now is None:
             lines.append(f"{name} is no longer needed")
         elif was is None:
-            lines.append(f"{name} is locked at {now.commit[:12]}, {len(now.builds or ())} builds")
+            lines.append(f"{name} is locked at {now.commit[:12]}, {options.counted(len(now.builds or ()), 'build')}")
         elif was != now:
             lines.append(f"{name} goes from {was.commit[:12]} to {now.commit[:12]}")
     return [*lines, *_of_kernels(_kernels(known), _kernels(made))]
@@ -163,7 +163,7 @@ def export(
         click.echo(json.dumps({"file": str(file), "builds": rows}, indent=2))
         return
     _show(rows)
-    click.echo(f"{file}: {len(bundle.files)} builds, {bundle.size:,} B")
+    click.echo(f"{file}: {options.counted(len(bundle.files), 'build')}, {bundle.size:,} B")
 
 
 @click.command("import")
