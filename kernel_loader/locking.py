@@ -16,14 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from kernel_loader.errors import NotCached, RequestError, SourceError, VariantError
+from kernel_loader.errors import NotCached, RequestError, SourceError
 from kernel_loader.lock import Lock, LockedBuild, LockedFile, LockedKernel, LockedRepository, Place
 from kernel_loader.manifest import Manifest
 from kernel_loader.metadata import FILE_NAME, Digest, Metadata
 from kernel_loader.published import PARALLEL
 from kernel_loader.sources import Request
 from kernel_loader.sources.hub import Hub, RemoteFile
-from kernel_loader.variant import Variant
+from kernel_loader.variant import is_variant
 
 logger = logging.getLogger("kernel_loader")
 
@@ -98,7 +98,7 @@ class Locker:
         self._admit(request, named)
         hub = Hub()
         commit = hub.commit(request)
-        listed = {name: files for name, files in hub.builds(request, commit).items() if _is_variant(name)}
+        listed = {name: files for name, files in hub.builds(request, commit).items() if is_variant(name)}
         if not listed:
             raise SourceError(str(request), "it has no builds", "Check its name and version.")
         with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(PARALLEL) as pool:
@@ -162,14 +162,6 @@ def _dependencies(locked: LockedRepository) -> Iterable[Request]:
     builds = (locked.builds or {}).values()
     needed = {Request(*dependency) for build in builds for dependency in build.metadata.kernel_depends}
     return sorted(needed, key=str)
-
-
-def _is_variant(name: str) -> bool:
-    try:
-        Variant.parse(name)
-    except VariantError:
-        return False
-    return True
 
 
 def _file(files: Iterable[RemoteFile], path: str) -> RemoteFile | None:

@@ -116,6 +116,15 @@ class Variant(NamedTuple):
         return f"{framework}-{backend}-{self.cpu}-{self.os}"
 
 
+def is_variant(name: str) -> bool:
+    """Whether a name is of the grammar."""
+    try:
+        Variant.parse(name)
+    except VariantError:
+        return False
+    return True
+
+
 def _split(digits: str, major_digits: int) -> tuple[int, int]:
     return int(digits[:major_digits]), int(digits[major_digits:])
 

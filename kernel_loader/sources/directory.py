@@ -11,7 +11,7 @@ from kernel_loader.errors import IntegrityError, SourceError, VariantError
 from kernel_loader.metadata import FILE_NAME, MAX_BYTES, Metadata
 from kernel_loader.resources import data_directory
 from kernel_loader.sources.protocol import Fetched, Listing, Request
-from kernel_loader.variant import NOARCH, Variant
+from kernel_loader.variant import NOARCH, Variant, is_variant
 
 EMBEDDED: Final = "embedded"
 
@@ -83,14 +83,14 @@ class LocalDirectories:
             builds = {entry.name: entry for entry in home.iterdir() if entry.is_dir() and entry.name[0] != "."}
         except OSError as error:
             raise self._failed(root, error.strerror or str(error)) from error
-        if not any(_is_variant(name) for name in builds):
+        if not any(is_variant(name) for name in builds):
             raise self._failed(root, f"there are no builds in it (build/<variant>/){_not_understood(builds)}")
         return builds
 
     def _name_of(self, build: Path) -> str:
         """The variant of a single build. In a directory of another name, its metadata says which backend it is for."""
         name = build.resolve().name
-        if _is_variant(name):
+        if is_variant(name):
             return name
         file = build / FILE_NAME
         if any(build.rglob("*.so")) or any(build.rglob("*.pyd")):
@@ -112,14 +112,6 @@ def _not_understood(names: Iterable[str]) -> str:
         except VariantError as error:
             return f"; {name} is no build variant: {error.detail}"
     return ""
-
-
-def _is_variant(name: str) -> bool:
-    try:
-        Variant.parse(name)
-    except VariantError:
-        return False
-    return True
 
 
 def embedded() -> LocalDirectories:
