@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,6 +19,7 @@ from kernel_loader.errors import FusionError
 from kernel_loader.files import replace_file, sync
 from kernel_loader.fusion.converter import Converters, compose
 from kernel_loader.fusion.operation import TensorSpec
+from kernel_loader.fusion.place import CHANGE, Place, alone, nearest, reading, space, unwritten, writing
 from kernel_loader.fusion.plan import Plan, plan
 from kernel_loader.fusion.shard import INDEX, Checkpoint, Reader, Shard, index_of, shards
 
@@ -26,19 +27,6 @@ MAX_SHARD_SIZE: Final = 5 * 10**9
 
 # Part of what a half-done conversion is known by: raised when files are laid out in another way.
 _SCHEMA: Final = 1
-
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-_PERMIT: Final = "Give a directory that can be written, or make this one so."
-_CHANGE_OUT: Final = "Give another directory."
-_ADVICE: Final[Mapping[int | None, str]] = {
-    **dict.fromkeys(_NO_ROOM, "Make room there."),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _PERMIT),
-    **dict.fromkeys((errno.ENOTDIR, errno.ENAMETOOLONG), _CHANGE_OUT),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), "Remove what is there."),
-    errno.EFBIG: "Where the file system takes no such file, begin anew with a smaller max_shard_size "
-    "(--max-shard-size). Otherwise let the process write larger files (ulimit -f).",
-}
-_RENEW: Final = "Bring the index here again; where model.safetensors holds all tensors, remove it."
 
 
 class Converted(NamedTuple):
@@ -77,7 +65,7 @@ def plan_checkpoint(
     """
     task = _Task.read(source, converters, max_shard_size)
     if out is not None:
-        task.expect_place(_Place.of(out))
+        task.expect_place(Place.of(out))
     return task.steps
 
 
@@ -113,22 +101,22 @@ def convert_checkpoint(
             another process is converting into it, there is too little space, or a file cannot be written (then an
             OSError is the cause). What is finished is kept for the next call.
     """
-    task, place = _Task.read(source, converters, max_shard_size), _Place.of(out)
+    task, place = _Task.read(source, converters, max_shard_size), Place.of(out)
     task.expect_place(place)
     checkpoint, parts = task.checkpoint, task.parts
-    with _alone(place):
+    with alone(place):
         place.expect_free()  # another process may have been here before the lock was had
         reused = task.reused(place)
         _begin(place, task, reused)
         _write_shards(task, place, reused, _Maker(checkpoint, task.steps, watch))
         if text := task.index_text:
-            with _writing(place.content / INDEX, place, len(text)):
+            with writing(place.content / INDEX, place, len(text)):
                 replace_file(place.content / INDEX, text)
         _copy_others(task, place)
         if _identity(checkpoint, _files(checkpoint), converters, max_shard_size) != task.identity:
             problem = f"the files of {checkpoint.root} changed while they were converted"
             raise FusionError((problem,), "Convert it again.")
-        with _writing(place.out, place):
+        with writing(place.out, place):
             sync(place.content)
             place.content.replace(place.out)
         try:
@@ -138,60 +126,6 @@ def convert_checkpoint(
             raise FusionError((problem,), f"Check that disk, and remove {place.private}.") from error
         shutil.rmtree(place.private, ignore_errors=True)
     return Converted(place.out, task.steps, tuple(part.file for part in parts), len(reused))
-
-
-class _Place(NamedTuple):
-    """Where a conversion goes, and the directory beside it where all is until it is whole."""
-
-    out: Path
-    private: Path
-
-    @classmethod
-    def of(cls, out: Path | str) -> _Place:
-        out = Path(out).absolute()
-        return cls(out, out.with_name(f".{out.name}.partial"))
-
-    @property
-    def content(self) -> Path:
-        """What becomes `out`."""
-        return self.private / "content"
-
-    @property
-    def journal(self) -> Path:
-        """Which conversion it is, and which shards are finished."""
-        return self.private / "journal.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the process that converts."""
-        return self.private / "lock"
-
-    def expect_free(self) -> None:
-        """Refuse to replace anything but an empty directory."""
-        with _writing(self.out, self):
-            if self.out.is_symlink() or (self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir()))):
-                raise FusionError((f"{self.out} is there already",), "Give another directory, or remove that one.")
-        if os.path.ismount(self.out):
-            problem = f"{self.out} is where a disk is mounted, which nothing can be put in the place of"
-            raise FusionError((problem,), "Give a directory in it.")
-
-    def expect_writable(self) -> None:
-        """Refuse where no directory can be made, or another process is converting."""
-        with _writing(self.private, self), contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISDIR(self.private.lstat().st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        for directory in {_nearest(self.private), _nearest(self.out.parent)}:
-            if not os.access(directory, os.W_OK | os.X_OK):
-                raise FusionError((f"nothing can be written in {directory}",), _PERMIT)
-        if self.lock.exists():
-            with _alone(self):
-                pass
-
-    def goes_on(self) -> str:
-        """What to say after an error of what is here already."""
-        if not os.path.isdir(self.private):  # noqa: PTH112 - of any name, also of one that is too long
-            return ""
-        return f" Then the same command goes on where it stopped: what is finished is kept in {self.private}."
 
 
 class _Task(NamedTuple):
@@ -219,8 +153,7 @@ class _Task(NamedTuple):
         if type(max_shard_size) is not int or max_shard_size < 1:
             problem = f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}"
             raise FusionError((problem,), "Give one, such as 5 * 10**9.")
-        with _reading(source):
-            _expect_index(source / INDEX)
+        with reading(source):
             checkpoint = Checkpoint.read(source)
         steps = plan(checkpoint.specs, converters)
         specs = _specs(steps)
@@ -231,23 +164,23 @@ class _Task(NamedTuple):
         others = {file: status.st_size for file, status in files.items() if file not in weights}
         return cls(checkpoint, steps, parts, index, others, _identity(checkpoint, files, converters, max_shard_size))
 
-    def expect_place(self, place: _Place) -> None:
+    def expect_place(self, place: Place) -> None:
         """Refuse what cannot be written, before anything is."""
         root = self.checkpoint.root
         if place.out == root or root in place.out.parents:
-            raise FusionError((f"{place.out} lies in {root}, which is converted",), _CHANGE_OUT)
+            raise FusionError((f"{place.out} lies in {root}, which is converted",), CHANGE)
         place.expect_free()
         place.expect_writable()
         reused = self.reused(place)
         needed = sum(part.size for part in self.parts if part not in reused) + len(self.index_text)
-        needed += sum(self.others.values()) - _space(place.private, {place.content / part.file for part in reused})
-        disk = shutil.disk_usage(_nearest(place.private))
+        needed += sum(self.others.values()) - space(place.private, {place.content / part.file for part in reused})
+        disk = shutil.disk_usage(nearest(place.private))
         if disk.total and needed > disk.free:  # a file system that has no size does not say
             problem = f"{place.out} cannot be written: {needed:,} bytes more are wanted, {disk.free:,} are free there"
             advice = "Make room there, or give a directory on another disk."
             raise FusionError((problem,), advice + (place.goes_on() if reused else ""))
 
-    def reused(self, place: _Place) -> list[Shard]:
+    def reused(self, place: Place) -> list[Shard]:
         """The files that an earlier, equal conversion finished."""
         try:
             journal = json.loads(place.journal.read_bytes())
@@ -300,11 +233,11 @@ class _Maker:
             raise
 
     def _read(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        with _reading(self._root):
+        with reading(self._root):
             return self._reader.tensors(names)
 
 
-def _write_shards(task: _Task, place: _Place, reused: list[Shard], maker: _Maker) -> None:
+def _write_shards(task: _Task, place: Place, reused: list[Shard], maker: _Maker) -> None:
     finished = [part.file for part in reused]
     for part in task.parts:
         if part in reused:
@@ -318,7 +251,7 @@ def _write_shards(task: _Task, place: _Place, reused: list[Shard], maker: _Maker
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             if isinstance(error, OSError) and error is not maker.stopped:
-                raise _unwritten(unfinished, place, error, part.size) from error
+                raise unwritten(unfinished, place, error, part.size) from error
             raise
         finished.append(part.file)
         # After the shard is durable: a journal never promises what a loss of power could take.
@@ -342,9 +275,9 @@ def _identity(
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
-def _begin(place: _Place, task: _Task, reused: list[Shard]) -> None:
+def _begin(place: Place, task: _Task, reused: list[Shard]) -> None:
     """Leave what is reused, and nothing else of an earlier conversion."""
-    with _writing(place.private, place):
+    with writing(place.private, place):
         if reused:
             _clear(place.private, {place.lock.name, place.journal.name, place.content.name})
             _clear(place.content, {part.file for part in reused})
@@ -364,9 +297,9 @@ def _clear(directory: Path, keep: Collection[str]) -> None:
             old.unlink()
 
 
-def _write_journal(place: _Place, identity: str, finished: list[str]) -> None:
+def _write_journal(place: Place, identity: str, finished: list[str]) -> None:
     text = (json.dumps({"conversion": identity, "shards": finished}, indent=2) + "\n").encode()
-    with _writing(place.journal, place, len(text)):
+    with writing(place.journal, place, len(text)):
         sync(place.content)
         replace_file(place.journal, text)
 
@@ -375,14 +308,14 @@ def _files(checkpoint: Checkpoint) -> dict[Path, os.stat_result]:
     """The files of the source and how they look: those with tensors, and all others that are not hidden."""
     root = checkpoint.root
     files = dict.fromkeys(map(Path, checkpoint.files))
-    with _reading(root):
+    with reading(root):
         for directory, subdirectories, names in os.walk(root, onerror=_raise):
             subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
             at = Path(directory).relative_to(root)
             files |= dict.fromkeys(at / name for name in sorted(names) if not name.startswith("."))
     found = {}
     for file in files:
-        with _reading(root / file):
+        with reading(root / file):
             found[file] = (root / file).stat()
             if not stat.S_ISREG(found[file].st_mode):
                 raise OSError(errno.EINVAL, "it is no file")
@@ -391,13 +324,17 @@ def _files(checkpoint: Checkpoint) -> dict[Path, os.stat_result]:
     return found
 
 
-def _copy_others(task: _Task, place: _Place) -> None:
+def _copy_others(task: _Task, place: Place) -> None:
     for file, size in task.others.items():
         target = place.content / file
-        with _writing(target, place, size):
+        with writing(target, place, size):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(task.checkpoint.root / file, target)  # a cache of the Hub has links, which are followed
             sync(target)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _has_size(file: Path, size: int) -> bool:
@@ -405,110 +342,3 @@ def _has_size(file: Path, size: int) -> bool:
         return file.stat().st_size == size
     except OSError:
         return False
-
-
-def _space(directory: Path, kept: Collection[Path]) -> int:
-    """Bytes of the disk that a directory takes, some of its files apart."""
-    size = 0
-    for at, _, names in os.walk(directory):
-        for file in {Path(at) / name for name in names}.difference(kept):
-            with contextlib.suppress(FileNotFoundError):
-                status = file.lstat()
-                # What was written out of order has holes.
-                size += status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size
-    return size
-
-
-def _nearest(path: Path) -> Path:
-    """The path, or the directory nearest above it that is there."""
-    return next(at for at in (path, *path.parents) if at.exists() or at == at.parent)
-
-
-@contextlib.contextmanager
-def _alone(place: _Place) -> Iterator[None]:
-    """Nobody else converts into `out`, as long as the lock lives with its process."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(place.lock)
-    with _writing(place.lock, place):
-        place.private.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            problem = f"another process is converting into {place.out}"
-            raise FusionError((problem,), "Let it finish, or give another directory.") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-# --- files that cannot be read or written --------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _writing(path: Path, place: _Place, size: int = 0) -> Iterator[None]:
-    """Say of an error which file it is, how large, and what becomes of the rest."""
-    try:
-        yield
-    except OSError as error:
-        raise _unwritten(path, place, error, size) from error
-
-
-def _unwritten(path: Path, place: _Place, error: OSError, size: int) -> FusionError:
-    numbers = [f"{size:,} bytes wanted"] if size else []
-    if error.errno in _NO_ROOM:
-        numbers.append(f"{shutil.disk_usage(_nearest(place.private)).free:,} free")
-    said = ": ".join(filter(None, (error.strerror or str(error), ", ".join(numbers))))
-    return FusionError(
-        (f"{path} cannot be written ({said})",), _ADVICE.get(error.errno, "Check that disk.") + place.goes_on()
-    )
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problem = f"{error.filename or path} cannot be read ({error.strerror or error})"
-        raise FusionError((problem,), "Make it readable, or bring the checkpoint here again, whole.") from error
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _expect_index(file: Path) -> None:
-    """Refuse an index that is there and does not say of each tensor which file beside it has it."""
-    if not file.exists():
-        return
-    try:
-        document = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FusionError((f"{file} is no JSON ({error})",), _RENEW) from error
-    if not isinstance(document, dict):
-        problems = [f"{file}: expected an object with a weight_map, got {_shown(document)}"]
-    elif not isinstance(weight_map := document.get("weight_map"), dict) or not weight_map:
-        got = _shown(weight_map) if "weight_map" in document else "none"
-        problems = [f"{file}: expected a weight_map from tensors to files, got {got}"]
-    else:
-        problems = [
-            f"{file}: expected for {name} the name of a file beside the index, got {_shown(part)}"
-            for name, part in weight_map.items()
-            if not _is_beside(part)
-        ]
-    if problems:
-        raise FusionError(tuple(problems), _RENEW)
-
-
-def _is_beside(name: object) -> bool:
-    """Whether it names a file that a directory can have, in it or below."""
-    if not isinstance(name, str) or not name.isprintable():
-        return False
-    path = Path(name)
-    return bool(path.name) and not path.anchor and ".." not in path.parts
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -117,6 +117,9 @@ class Checkpoint:
         return tuple(dict.fromkeys(self.file_of.values()))
 
 
+_RENEW: Final = "Bring the index here again; where model.safetensors holds all tensors, remove it."
+
+
 class Reader:
     """Tensors of a checkpoint, mapped into memory rather than read. It keeps only the files of the last call open."""
 
@@ -227,21 +230,44 @@ def _weight_map(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
                 (f"{root} has neither {INDEX} nor {SINGLE}",), "Give the directory of a checkpoint in safetensors."
             )
         return {}, {}
+    document = _read_index(root / INDEX)
+    rest = document.get("metadata")
+    return dict(document["weight_map"]), rest if isinstance(rest, dict) else {}
+
+
+def _read_index(file: Path) -> dict[str, Any]:
+    """An index that says of each tensor which file beside it has it."""
     try:
-        document = json.loads((root / INDEX).read_bytes())
-        weight_map, rest = document["weight_map"], document.get("metadata") or {}
-        # A name leads nowhere but into the directory.
-        whole = weight_map and all(
-            isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
-            for file in weight_map.values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FusionError(
-            (f"{root / INDEX} cannot be read ({error!r})",), "Bring the checkpoint here again."
-        ) from error
-    if not whole:
-        raise FusionError((f"{root / INDEX} has no weight_map from tensors to files beside it",), "Correct it.")
-    return dict(weight_map), rest if isinstance(rest, dict) else {}
+        document = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FusionError((f"{file} is no JSON ({error})",), _RENEW) from error
+    if not isinstance(document, dict):
+        problems = [f"{file}: expected an object with a weight_map, got {_shown(document)}"]
+    elif not isinstance(weight_map := document.get("weight_map"), dict) or not weight_map:
+        got = _shown(weight_map) if "weight_map" in document else "none"
+        problems = [f"{file}: expected a weight_map from tensors to files, got {got}"]
+    else:
+        problems = [
+            f"{file}: expected for {name} the name of a file beside the index, got {_shown(part)}"
+            for name, part in weight_map.items()
+            if not _is_beside(part)
+        ]
+    if problems:
+        raise FusionError(tuple(problems), _RENEW)
+    return dict(document)
+
+
+def _is_beside(name: object) -> bool:
+    """Whether it names a file that a directory can have, in it or below."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    path = Path(name)
+    return bool(path.name) and not path.anchor and ".." not in path.parts
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _opened(file: Path) -> safe_open:
