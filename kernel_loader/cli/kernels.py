@@ -24,6 +24,8 @@ def host(host_file: str | None, presets: bool, as_json: bool) -> None:  # noqa: 
 
     With --host and --json, a preset becomes a description that can be corrected.
     """
+    if presets and host_file:
+        raise click.UsageError("--presets lists all that there are; leave it out to see the one of --host.")
     if presets:
         _list_presets(as_json=as_json)
         return
@@ -37,16 +39,17 @@ def host(host_file: str | None, presets: bool, as_json: bool) -> None:  # noqa: 
 
 
 def _list_presets(*, as_json: bool) -> None:
-    from kernel_loader.presets import ACCELERATORS, FORM
+    from kernel_loader.presets import ACCELERATORS, ASSUMES, FORM, PREFIX, UNKNOWN
 
     if as_json:
         rows = {name: accelerator._asdict() for name, accelerator in ACCELERATORS.items()}
-        click.echo(json.dumps({"form": FORM, "accelerators": rows}, indent=2))
+        click.echo(json.dumps({"form": FORM, "assumes": ASSUMES, "unknown": UNKNOWN, "accelerators": rows}, indent=2))
         return
-    click.echo(f"A preset is preset:{FORM}.\n")
+    click.echo(f"A preset is {PREFIX}{FORM}.\n")
     for name, one in ACCELERATORS.items():
         backends = " or ".join(one.backends)
         click.echo(f"{name:11} {one.arch or '':8} {backends:13} {one.os:7} {one.cpu:8} {one.name}")
+    click.echo(f"\nIt assumes {ASSUMES}.\nUnknown stay {', '.join(UNKNOWN)}.")
 
 
 def _fact(machine: Host, name: str) -> str:
@@ -64,9 +67,10 @@ def _fact(machine: Host, name: str) -> str:
 @options.host
 @options.as_json
 def list_kernels(host_file: str | None, as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
-    """List the named kernels, and the build that each would take here, as far as that is known without the Hub.
+    """List the named kernels, and the build that each would take, as far as that is known without the Hub.
 
-    Then the capabilities, which several kernels offer: their features, and the order in which kernels are asked.
+    By default on this machine. Then the capabilities, which several kernels offer: their features, and the order in
+    which kernels are asked.
     """
     from kernel_loader.loader import KernelLoader
 
@@ -93,10 +97,11 @@ def list_kernels(host_file: str | None, as_json: bool) -> None:  # noqa: FBT001 
     if as_json:
         click.echo(json.dumps({"kernels": rows, "capabilities": capabilities}, indent=2))
         return
+    where = "here" if machine is None else "there"
     for row in rows:
         offered = (f"{name}[{', '.join(has)}]" if has else name for name, has in row["offers"].items())
         offers = f"offers: {', '.join(offered)}" if row["offers"] else None
-        lines = [row["summary"], row["repo"] or "embedded", offers, f"here: {row['build']}"]
+        lines = [row["summary"], row["repo"] or "embedded", offers, f"{where}: {row['build']}"]
         click.echo("\n".join([str(row["name"]), *(f"    {line}" for line in lines if line)]))
     click.echo("\nCapabilities:" if capabilities else "")
     for one in capabilities:

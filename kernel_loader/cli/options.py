@@ -30,11 +30,11 @@ all_variants = click.option(
     "--all-variants", is_flag=True, help="Every build of each repository, not only the one that fits."
 )
 
+_EXAMPLE: Final = f"{PREFIX}h200-cu130-torch2.11"
 _HELP: Final = (
-    "Answer for another machine: a file that `kernel-loader host --json` made there, or preset:h200-cu130-torch2.11 "
+    f"Answer for another machine: a file that `kernel-loader host --json` made there, or {_EXAMPLE} "
     "(`kernel-loader host --presets` lists them)."
 )
-
 
 if TYPE_CHECKING:
     _TextType = click.ParamType[str]
@@ -43,13 +43,20 @@ else:
 
 
 class _Described(_TextType):
-    """Where a machine is described: a file that is there, "-" for standard input, or a preset."""
+    """Where a machine is described: a file that is there, "-" for standard input, or a preset that is known."""
 
     name = "file|preset"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ANN401
-        if not value.startswith(PREFIX):
-            click.Path(exists=True, dir_okay=False, allow_dash=True).convert(value, param, ctx)
+        try:
+            if value.startswith(PREFIX):
+                preset(value.removeprefix(PREFIX))
+            else:
+                click.Path(exists=True, dir_okay=False, allow_dash=True).convert(value, param, ctx)
+        except HostError as error:
+            self.fail(str(error), param, ctx)
+        except click.BadParameter as error:
+            self.fail(f"{error.message} A host without a file begins with {PREFIX}, as {_EXAMPLE} does.", param, ctx)
         return str(value)
 
 
