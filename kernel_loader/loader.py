@@ -285,7 +285,8 @@ class KernelLoader:
         allowed, gathered = _allowed(trust_remote_code), Gathered(self.index)
         for one in self._planned(kernels, self._machines(hosts), all_variants=all_variants):
             self._admit(one.ask, one.choice, allowed)
-            gathered.add(one.ask, one.choice, one.variant, self._fetch(one.choice, one.variant))
+            fetched, by_word = self._fetch(one.choice, one.variant), self._passes_by_word(one.choice, allowed)
+            gathered.add(one.ask, one.choice, one.variant, fetched, by_word=by_word)
         (write_wheel if wheel else write_archive)(Path(file).absolute(), gathered.bundle(), gathered.directories)
         return gathered.bundle()
 
@@ -473,6 +474,12 @@ class KernelLoader:
         if request is not None and not choice.source.is_local and not self._is_locked(request):
             self._gate.admit(request, named=not ask.manifest.is_anonymous, allowed=allowed)
 
+    def _passes_by_word(self, choice: Choice, allowed: bool | frozenset[str]) -> bool:  # noqa: FBT001
+        """Whether the user's word, or a lock, lets a repository's code pass, so that the Hub is not asked."""
+        request = request_of(choice.manifest) if choice.manifest is not None else None
+        given = allowed is True or (request is not None and not isinstance(allowed, bool) and request.repo in allowed)
+        return given or (request is not None and self._is_locked(request))
+
     def _import(self, ask: Ask, choice: Choice) -> tuple[ModuleType, Origin]:
         """Fetch a build, with those that it depends on, and import it once."""
         for warning in choice.warnings if ask.for_layers else (*choice.warnings, *choice.of_training):
@@ -531,7 +538,8 @@ class KernelLoader:
                 seen.add(ask)
                 choice = self._chooser.choose(ask, host)
                 if ask is first:
-                    choice = choice._replace(looked=(*self._passed_over(name, ask, host), *choice.looked))
+                    looked = (*self._passed_over(name, ask, host, among_all=choice.reference), *choice.looked)
+                    choice = choice._replace(looked=looked)
                 every = all_variants and not choice.embedded
                 for variant in choice.listing.names if every else (choice.build.name,):
                     yield _Planned(ask, choice, variant)
@@ -539,12 +547,12 @@ class KernelLoader:
                         anonymous = _of_repository(needed.repo_id)
                         asks.append(self._ask(anonymous, needed.version, needed.revision, None, None))
 
-    def _passed_over(self, kernel: str | type, ask: Ask, host: Host) -> tuple[Looked, ...]:
-        """What was looked at of a capability's kernels before the one that serves it."""
+    def _passed_over(self, kernel: str | type, ask: Ask, host: Host, *, among_all: bool) -> tuple[Looked, ...]:
+        """What was looked at of a capability's kernels before the one that serves it; for a reference, of all."""
         if self._manifest(kernel) is not None:
             return ()
         offers = self.catalog.offers(self.catalog.wanted(str(kernel)), host.backend.kind)
-        before = itertools.takewhile(lambda offer: offer.manifest.name != ask.manifest.name, offers)
+        before = itertools.takewhile(lambda offer: among_all or offer.manifest.name != ask.manifest.name, offers)
         return tuple(one for offer in before if not offer.lacks for one in self._chooser.look(offer.manifest, host))
 
     def _prefetched(self, planned: _Planned, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: FBT001

@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, Self, cast, get_args
 
 from kernel_loader.errors import MetadataError
-from kernel_loader.reading import Node
+from kernel_loader.reading import Node, unique
 
 FILE_NAME: Final = "metadata.json"
 
@@ -89,7 +90,7 @@ class Metadata(NamedTuple):
         if len(text) > MAX_BYTES:
             raise fail("", f"it has {len(text)} bytes, and more than {MAX_BYTES} are not read")
         try:
-            document = json.loads(text, object_pairs_hook=_unique)
+            document = json.loads(text, object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             raise fail("", f"not JSON ({error})") from error
         table = Node(document, fail).table()
@@ -131,14 +132,6 @@ class Metadata(NamedTuple):
 
 def _there(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two entries for one file would let one reader verify what another does not.
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return table
 
 
 def _dependencies(node: Node) -> tuple[KernelDependency, ...]:
@@ -192,11 +185,11 @@ def path_problem(paths: Sequence[str]) -> str:
     if len(folded) < len(paths):
         twice = next(path for path in paths if folded[path.casefold()] != path or paths.count(path) > 1)
         return f"the files {twice!r} and {folded[twice.casefold()]!r} have one name where capitals do not count"
-    directories = {path.rpartition("/")[0] for path in folded}
-    while further := {path.rpartition("/")[0] for path in directories} - directories:
-        directories |= further
-    if files := sorted(directories & folded.keys()):
-        return f"the file {folded[files[0]]!r} has other files below it"
+    # With a slash that sorts before all else, what lies below a file stands right behind it.
+    ordered = sorted(path.replace("/", "\0") for path in folded)
+    for path, following in itertools.pairwise(ordered):
+        if following.startswith(f"{path}\0"):
+            return f"the file {folded[path.replace(chr(0), '/')]!r} has other files below it"
     return ""
 
 

@@ -81,3 +81,15 @@ def shown(value: object) -> str:
         return short.repr(value)
     except ValueError:
         return "a number that is too long to write"
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of pairs that a reader of JSON has found, for `object_pairs_hook`.
+
+    Raises:
+        ValueError: a key stands twice. One reader would go by the first, another by the last.
+    """
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return table

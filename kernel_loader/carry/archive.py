@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import csv
 import hashlib
+import io
 import os
 import re
+import struct
 import tempfile
 import time
 import zipfile
@@ -16,7 +19,7 @@ from typing import Final, NamedTuple, NoReturn, Self
 
 from kernel_loader import __version__
 from kernel_loader.carry.contents import FILE_NAME, MAX_BYTES, Bundle, BundledRepository
-from kernel_loader.errors import BundleError, RequestError
+from kernel_loader.errors import BundleError, IntegrityError, LockMissing, RequestError
 from kernel_loader.files import sync
 from kernel_loader.index import Index, entry_of
 from kernel_loader.lock import Lock, LockedFile
@@ -25,9 +28,16 @@ from kernel_loader.store import NAME_DIGITS, Source as Published, Store
 
 SUFFIX: Final = ".klb"
 
+CHANGED: Final = "Nothing was written. Run `kernel-loader cache verify`, remove what it names, and export again."
+
+_WHEEL: Final = r"[A-Za-z0-9]([\w.]*[A-Za-z0-9])?-[^-]+-py3-none-any\.whl"
+
 _CHUNK: Final = 2**20
+
+# What the reader of ZIPs raises of one that is damaged.
+_DAMAGED: Final = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error)
+
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that a ZIP can name
-_WHEEL: Final = r"(?P<name>[A-Za-z0-9][\w.]*)-(?P<version>\d[\w.!+]*)(-py3-none-any)?\.whl"
 
 
 class Imported(NamedTuple):
@@ -52,7 +62,8 @@ def write_archive(file: Path, bundle: Bundle, directories: Mapping[str, Path]) -
         directories: digest of each build -> where its files are.
 
     Raises:
-        BundleError: the file cannot be written, or a build is no longer what it was.
+        BundleError: the file cannot be written.
+        IntegrityError: a build is no longer what it was.
     """
     with _writing(file) as archive:
         _add(archive, FILE_NAME, bundle.to_json().encode())
@@ -69,24 +80,34 @@ def write_wheel(file: Path, bundle: Bundle, directories: Mapping[str, Path]) -> 
 
     Raises:
         RequestError: the file has no name of a wheel.
-        BundleError: as `write_archive`.
+        BundleError, IntegrityError: as `write_archive`.
     """
-    match = re.fullmatch(_WHEEL, file.name, re.ASCII)
-    if match is None:
-        detail = f"{file.name!r} was given as the name of a wheel"
-        raise RequestError(detail, "It is name-version-py3-none-any.whl, as in cluster_kernels-1.0-py3-none-any.whl.")
-    name, version = re.sub(r"[\W_]+", "_", match["name"]).strip("_"), match["version"]
+    name, version = _distribution(file.name)
     information, home = f"{name}-{version}.dist-info", f"{INSTALLED}/{name}/"
     about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Builds of GPU kernels\n"
     form = f"Wheel-Version: 1.0\nGenerator: kernel-loader {__version__}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    record: list[str] = []
+    record: list[tuple[str, ...]] = []
     with _writing(file) as archive:
         record.append(_add(archive, f"{home}{FILE_NAME}", bundle.to_json().encode()))
         record += _add_builds(archive, home, bundle, directories)
         record.append(_add(archive, f"{information}/METADATA", f"{about}Requires-Dist: kernel-loader\n".encode()))
         record.append(_add(archive, f"{information}/WHEEL", form.encode()))
-        record.append(f"{information}/RECORD,,")
-        _add(archive, f"{information}/RECORD", "".join(f"{line}\n" for line in record).encode())
+        record.append((f"{information}/RECORD", "", ""))
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows(record)  # a path may have commas in it
+        _add(archive, f"{information}/RECORD", lines.getvalue().encode())
+
+
+def _distribution(wheel: str) -> tuple[str, str]:
+    """Name and version as the file name of a wheel for everyone has them, normalised."""
+    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+    if re.fullmatch(_WHEEL, wheel, re.ASCII) is not None:
+        with contextlib.suppress(InvalidWheelFilename):
+            name, version, *_ = parse_wheel_filename(wheel)
+            return name.replace("-", "_"), str(version)
+    detail = f"{wheel!r} was given as the name of a wheel"
+    raise RequestError(detail, "It is name-version-py3-none-any.whl, as in cluster_kernels-1.0-py3-none-any.whl.")
 
 
 @contextlib.contextmanager
@@ -112,37 +133,50 @@ def _writing(file: Path) -> Iterator[zipfile.ZipFile]:
             temporary.unlink(missing_ok=True)
 
 
-def _add_builds(archive: zipfile.ZipFile, home: str, bundle: Bundle, directories: Mapping[str, Path]) -> list[str]:
+def _add_builds(
+    archive: zipfile.ZipFile, home: str, bundle: Bundle, directories: Mapping[str, Path]
+) -> list[tuple[str, ...]]:
     lines = []
     for digest in sorted(bundle.files):
-        for file in bundle.files[digest]:
-            member = f"{home}{_member(digest, file)}"
-            lines.append(_add(archive, member, directories[digest] / file.path, file))
+        for listed in bundle.files[digest]:
+            chunks = _read(directories[digest], listed)
+            lines.append(_add(archive, f"{home}{_member(digest, listed)}", chunks, listed.size))
     return lines
 
 
-def _add(archive: zipfile.ZipFile, name: str, content: bytes | Path, listed: LockedFile | None = None) -> str:
+def _add(
+    archive: zipfile.ZipFile, name: str, content: bytes | Iterator[bytes], size: int | None = None
+) -> tuple[str, ...]:
     """Add a member; gives its line for the RECORD of a wheel."""
     info = zipfile.ZipInfo(name, _DATE)
     info.create_system, info.external_attr = 3, 0o100644 << 16  # of Unix, wherever it is written
-    info.file_size = len(content) if isinstance(content, bytes) else content.stat().st_size
+    chunks = iter((content,)) if isinstance(content, bytes) else content
+    info.file_size = len(content) if isinstance(content, bytes) else size or 0  # from 2 GiB on it is written otherwise
     sha256 = hashlib.sha256()
-    with archive.open(info, "w") as stream, _reading(content) as chunks:
+    with archive.open(info, "w") as stream:
         for chunk in chunks:
             sha256.update(chunk)
             stream.write(chunk)
-    if listed is not None and (info.file_size, sha256.hexdigest()) != (listed.size, listed.sha256):
-        raise BundleError(name, "the file has changed since it was verified", "Run `kernel-loader verify`.")
-    return f"{name},sha256={base64.urlsafe_b64encode(sha256.digest()).decode().rstrip('=')},{info.file_size}"
+    return name, f"sha256={base64.urlsafe_b64encode(sha256.digest()).decode().rstrip('=')}", str(info.file_size)
 
 
-@contextlib.contextmanager
-def _reading(content: bytes | Path) -> Iterator[Iterator[bytes]]:
-    if isinstance(content, bytes):
-        yield iter((content,))
-        return
-    with content.open("rb") as stream:
-        yield iter(lambda: stream.read(_CHUNK), b"")
+def _read(directory: Path, listed: LockedFile) -> Iterator[bytes]:
+    """A file of a build in pieces.
+
+    Raises:
+        IntegrityError: it is not what it was when the bundle was gathered.
+    """
+    sha256, size = hashlib.sha256(), 0
+    try:
+        with (directory / listed.path).open("rb") as stream:
+            while size <= listed.size and (chunk := stream.read(_CHUNK)):
+                size += len(chunk)
+                sha256.update(chunk)
+                yield chunk
+    except OSError as error:
+        raise IntegrityError(str(directory), (f"{listed.path} cannot be read ({error})",), CHANGED) from error
+    if (size, sha256.hexdigest()) != (listed.size, listed.sha256):
+        raise IntegrityError(str(directory), (f"{listed.path} has other content",), CHANGED)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -162,7 +196,7 @@ class Archive:
         except OSError as error:
             advice = "Check the path, and that you may read it."
             raise BundleError(str(file), f"it cannot be read ({error.strerror or error})", advice) from error
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        except _DAMAGED as error:
             raise BundleError(str(file), f"it is no bundle, or not all of one ({error})") from error
         try:
             self._members: Final = self._check_members()
@@ -208,7 +242,8 @@ class Archive:
     def _manifest(self) -> Bundle:
         info = self._members.get(FILE_NAME)
         if info is None:
-            self._refuse(f"it has no {FILE_NAME}")
+            advice = "A wheel is installed: `pip install --no-deps FILE`." if self.file.suffix == ".whl" else None
+            self._refuse(f"it has no {FILE_NAME}", advice=advice)
         if info.file_size > MAX_BYTES:
             self._refuse(f"its {FILE_NAME} has {info.file_size:,} bytes, and more than {MAX_BYTES:,} are not read")
         return Bundle.parse(b"".join(self._content(FILE_NAME)), str(self.file))
@@ -225,11 +260,12 @@ class Archive:
         try:
             with self._zip.open(self._members[name]) as stream:
                 yield from iter(lambda: stream.read(_CHUNK), b"")
-        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+        except (*_DAMAGED, EOFError, OSError, RuntimeError) as error:
             self._refuse(f"{name} cannot be read ({error})", error)
 
-    def _refuse(self, detail: str, cause: Exception | None = None) -> NoReturn:
-        raise BundleError(str(self.file), detail) from cause
+    def _refuse(self, detail: str, cause: Exception | None = None, advice: str | None = None) -> NoReturn:
+        error = BundleError(str(self.file), detail, advice) if advice else BundleError(str(self.file), detail)
+        raise error from cause
 
 
 def import_archive(file: Path, store: Store, index: Index, lock: Lock | None = None) -> list[Imported]:
@@ -291,7 +327,10 @@ def verify_archive(file: Path, lock: Lock | None = None) -> Bundle:
 
 
 def _hold_to(lock: Lock, bundle: Bundle) -> None:
+    named = {locked.request.repo for locked in lock.repositories}
     for repository in bundle.repositories:
+        if repository.repo not in named:  # also where nothing of it is carried
+            raise LockMissing(lock.file, f"it does not name {repository.repo}")
         for variant, digest in repository.builds.items():
             lock.check(repository.repo, variant, digest, repository.commit)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kernel_loader.errors import BundleError, MetadataError, VariantError
 from kernel_loader.lock import LockedFile, digest_of
 from kernel_loader.manifest import REPO, known
 from kernel_loader.metadata import FILE_NAME as METADATA, Metadata, path_problem
-from kernel_loader.reading import Node
+from kernel_loader.reading import Node, unique
 from kernel_loader.resources import INSTALLED
 from kernel_loader.variant import Variant
 
@@ -29,6 +29,7 @@ MAX_BYTES: Final = 64 * 2**20
 
 _COMMIT: Final = r"[0-9a-f]{40}"
 _DIGEST: Final = r"[0-9a-f]{64}"
+_TEXT: Final = r"[^\ud800-\udfff]*"  # half a surrogate pair, which JSON can spell, is no text
 _NEWER: Final = "Import it with the release of kernel-loader that made it, or make it again with this one."
 
 
@@ -70,10 +71,10 @@ class Bundle(NamedTuple):
         """Read a bundle.json; `file` is how errors call the bundle.
 
         Raises:
-            BundleError: it is damaged, of another schema, or names a file outside its build.
+            BundleError: it is damaged, of another schema, names a file outside its build, or says what nobody needs.
         """
         try:
-            document = json.loads(text, object_pairs_hook=_unique)
+            document = json.loads(text, object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             raise BundleError(file, f"its {FILE_NAME} is no JSON ({error})") from error
         root = Node(document, lambda path, detail: BundleError(file, f"{FILE_NAME}, {path}: {detail}"))
@@ -92,6 +93,7 @@ class Bundle(NamedTuple):
                 if not _speaks_of(repository.metadata.get(variant), files[digest]):
                     root.error(f"the metadata of {variant} of {repository.repo} is not its {METADATA}")
         publishers = _of(root, "publishers").texts()
+        _refuse_needless(root, repositories, files, publishers)
         return cls(repositories, files, publishers)
 
     def to_json(self) -> str:
@@ -148,15 +150,15 @@ def _repository(node: Node) -> BundledRepository:
     texts = _of(node, "metadata")
     texts.table()
     for name, text in texts.value.items():  # type: ignore[attr-defined]  # null says that there is none
-        metadata[name] = None if text is None else Node(text, node.fail, f"{texts.path}.{name}").text()
+        item = Node(text, node.fail, f"{texts.path}.{name}")
+        metadata[name] = None if text is None else item.text(_TEXT, "Unicode")
         try:
             Metadata.parse(metadata[name] or "{}", name)
         except MetadataError as error:
             texts.error(str(error))
     builds = {name: item.text(_DIGEST, "a sha256 in hexadecimal") for name, item in _of(node, "builds").table().items()}
-    for name in (*metadata, *builds):
-        if name not in names:
-            node.error(f"{name!r} is not among the names of {repo}")
+    if unlisted := sorted((metadata.keys() | builds.keys()) - set(names)):
+        node.error(f"{unlisted[0]!r} is not among the names of {repo}")
     for name in builds:
         try:
             Variant.parse(name)
@@ -164,7 +166,7 @@ def _repository(node: Node) -> BundledRepository:
             node.error(f"{name!r} is no build: {error.detail}")
     return BundledRepository(
         repo,
-        _of(node, "revision").text(r"\S+", "a branch, tag or commit"),
+        _of(node, "revision").text(r"[^\s\ud800-\udfff]+", "a branch, tag or commit"),
         _of(node, "commit").text(_COMMIT, "a commit (40 hexadecimal digits)"),
         names,
         metadata,
@@ -177,6 +179,8 @@ def _files(digest: str, node: Node) -> tuple[LockedFile, ...]:
     for path, item in node.table().items():
         sha256 = _of(item, "sha256").text(_DIGEST, "a sha256 in hexadecimal")
         files.append(LockedFile(path, _of(item, "size").integer(), sha256))
+    if not files:
+        node.error("a build has files")
     if problem := path_problem([file.path for file in files]):
         node.error(problem)
     if digest_of(files) != digest:
@@ -184,14 +188,21 @@ def _files(digest: str, node: Node) -> tuple[LockedFile, ...]:
     return tuple(sorted(files))
 
 
+def _refuse_needless(
+    root: Node, repositories: Sequence[BundledRepository], files: Iterable[str], publishers: Iterable[str]
+) -> None:
+    """What is there is there once, and is of use to a repository that is there."""
+    keys = [(repository.repo, repository.revision) for repository in repositories]
+    if len(set(keys)) < len(keys):
+        repo, revision = next(key for key in keys if keys.count(key) > 1)
+        root.error(f"{repo}@{revision} is there twice")
+    if needless := sorted(set(files) - {digest for one in repositories for digest in one.builds.values()}):
+        root.error(f"the build {needless[0][:12]} is of no repository")
+    if strangers := sorted(set(publishers) - {repo.partition("/")[0] for repo, _ in keys}):
+        root.error(f"the publisher {strangers[0]!r} has no repository here")
+
+
 def _speaks_of(text: str | None, files: Iterable[LockedFile]) -> bool:
     """Whether what decided is what the build itself says."""
     told = {file.sha256 for file in files if file.path == METADATA}
     return told == (set() if text is None else {hashlib.sha256(text.encode()).hexdigest()})
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return table
