@@ -29,7 +29,7 @@ from kernel_loader.errors import (
     SettingsError,
 )
 from kernel_loader.host import BACKEND_KINDS, Host
-from kernel_loader.loader import KernelLoader
+from kernel_loader.loader import KernelLoader, spelt
 from kernel_loader.lock import Lock
 from kernel_loader.manifest import Manifest, normalise
 from kernel_loader.resolver import Resolution
@@ -427,10 +427,14 @@ class _Examination:
         loader = self._loader()
         kernels = tuple(
             self._part(f"the kernel {name}", Kernel(name, "does not load", why=_SEE), self._kernel, loader, name)
-            for name in loader.catalog.names()
+            for name in (*loader.catalog.names(), *self._locked_repositories())
         )
         self._part("the capabilities", None, _ask_capabilities, loader, self._host)
         return kernels
+
+    def _locked_repositories(self) -> Iterator[str]:
+        """What the lock names that has no name of its own."""
+        return (kernel.name for kernel in (self._lock.kernels if self._lock is not None else ()) if "/" in kernel.name)
 
     def _loader(self) -> KernelLoader:
         """A loader that asks nobody, without what cannot be read."""
@@ -446,10 +450,10 @@ class _Examination:
                 settings = replace(settings, manifests=kept)
 
     def _kernel(self, loader: KernelLoader, name: str) -> Kernel:
-        build = ""
+        build, (known, version, revision) = "", spelt(name)
         try:
-            manifest = loader.catalog.get(name)
-            found = loader.resolve(name, host=self._host, partly=True)
+            manifest = loader.catalog.get(known) if "/" not in known else None
+            found = loader.resolve(known, version=version, revision=revision, host=self._host, partly=True)
             if found.doubt:
                 return Kernel(name, "not known")
             taken = found.taken
@@ -477,7 +481,11 @@ class _Examination:
         """Tell of what is locked, and has no build for this machine among what is locked."""
         there = {kernel.name: kernel for kernel in kernels}
         for name, build in lock.kernels.items() if lock is not None else ():
-            kernel = there.get(normalise(name), Kernel(name, "ready" if build else "does not load"))
+            unknown = Kernel(name, "ready" if build else "does not load")
+            kernel = there.get(name if "/" in name else normalise(name), unknown)
+            if kernel.state == "to fetch" and self._settings.offline:
+                advice = "Bring it with `kernel-loader import BUNDLE`, or prefetch it where the Hub can be asked."
+                self._tell("error", f"The lock names {name}, its build is not here, and nobody may be asked.", advice)
             if kernel.state not in ("reference", "does not load") or kernel.why == _SEE:
                 continue
             severity: Severity = "warning" if kernel.state == "reference" else "error"
@@ -654,10 +662,14 @@ def _ask_capabilities(loader: KernelLoader, host: Host) -> None:
         loader.catalog.offers(Wanted(name), host.backend.kind)
 
 
-def _why(found: Resolution, manifest: Manifest) -> str:
+def _why(found: Resolution, manifest: Manifest | None) -> str:
     """Why no build that is published fits, in a few words that many kernels share."""
-    places, kind = (manifest, *manifest.alternatives), found.host.backend.kind
-    if manifest.repo is not None and all(one.backends and kind not in one.backends for one in places):
+    places, kind = (manifest, *manifest.alternatives) if manifest is not None else (), found.host.backend.kind
+    if (
+        manifest is not None
+        and manifest.repo is not None
+        and all(one.backends and kind not in one.backends for one in places)
+    ):
         backends = dict.fromkeys(backend for one in places for backend in one.backends)
         return f"for {', '.join(sorted(backends))}, and not {kind}"
     looked = (found, *found.alternatives)

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 _REFERENCE = 'accept the slow reference with fallback="reference", where the kernel has one'
 
+_WITHOUT_LOCK = "load without the lock (KERNEL_LOADER_LOCK, --lock, or lock= in Python)"
+
 _Error = TypeVar("_Error", bound="KernelLoaderError")
 
 
@@ -275,9 +277,10 @@ class NotCached(SourceError):
 
     detail: str = "it is not on this machine, and the Hub must not be asked (offline mode)"
     advice: str = (
-        "Run `kernel-loader prefetch` where the Hub can be asked, use builds on this machine with "
-        'KERNEL_LOADER_LOCAL=repository=DIRECTORY, or accept the slow reference with fallback="reference" '
-        "(KERNEL_LOADER_FALLBACK), where the kernel has one. KERNEL_LOADER_OFFLINE and HF_HUB_OFFLINE set the mode."
+        "Run `kernel-loader prefetch` where the Hub can be asked, or `export` there and `import` here; use builds on "
+        "this machine with KERNEL_LOADER_LOCAL=repository=DIRECTORY; or accept the slow reference with "
+        'fallback="reference" (KERNEL_LOADER_FALLBACK), where the kernel has one. KERNEL_LOADER_OFFLINE and '
+        "HF_HUB_OFFLINE set the mode."
     )
 
 
@@ -459,7 +462,7 @@ class LockError(KernelLoaderError, ValueError):
 
     @property
     def remedy(self) -> str:
-        return "Lock the project again, and keep the file under version control."
+        return "Bring it back from version control; or remove the file, and write it anew with `kernel-loader lock`."
 
 
 class LockMissing(LockError):
@@ -467,7 +470,7 @@ class LockMissing(LockError):
 
     @property
     def remedy(self) -> str:
-        return "Write it with `kernel-loader lock NAME...`, or load without it: unset KERNEL_LOADER_LOCK."
+        return f"Add what is missing with `kernel-loader lock --file {self.file} NAME...`, or {_WITHOUT_LOCK}."
 
 
 class LockStale(LockError):
@@ -485,7 +488,7 @@ class LockMismatch(LockError):
     def remedy(self) -> str:
         return (
             "Do not run it. If the change is wanted, `kernel-loader lock --upgrade` takes it up; for a directory of "
-            "your own, load without the lock: unset KERNEL_LOADER_LOCK."
+            f"your own, {_WITHOUT_LOCK}."
         )
 
 
@@ -494,7 +497,7 @@ class BundleError(KernelLoaderError, ValueError):
 
     file: str
     detail: str
-    advice: str = "Make it again with `kernel-loader export`, and carry all of it; nothing was imported."
+    advice: str = "Make it again with `kernel-loader export`, and carry all of it; nothing of it was imported."
 
     @property
     def problem(self) -> str:

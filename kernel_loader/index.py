@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -16,13 +17,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+from kernel_loader.errors import BundleError
 from kernel_loader.metadata import Metadata
 from kernel_loader.resources import INSTALLED
 from kernel_loader.sources import Request
-from kernel_loader.store import SCHEMA, Store, read_json
+from kernel_loader.store import SCHEMA, Store, is_digest, read_json
 
 if TYPE_CHECKING:  # few machines have packages of builds
     from kernel_loader.carry.contents import Bundle, BundledRepository
+
+logger = logging.getLogger("kernel_loader")
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -111,7 +115,7 @@ class Index:
         found: dict[str, dict[str, str]] = {}
         for stored in self._store.builds_in(home):
             for source in stored.sources:
-                if (source.repo, source.revision) == (request.repo, request.git_revision):
+                if source.repo == request.repo and request.git_revision in (source.revision, source.commit):
                     found.setdefault(source.commit, {})[source.variant] = stored.digest
         if not found:
             return None
@@ -164,11 +168,21 @@ def _asked(request: Request) -> tuple[str, str]:
 
 
 def _package(home: Path) -> Bundle | None:
+    """An installed package; a damaged one holds nothing, and is told of."""
     if home.parent.name != INSTALLED:
         return None
     from kernel_loader.carry.contents import installed
 
-    return installed(home)
+    try:
+        return installed(home)
+    except BundleError as error:
+        _tell(str(error))
+        return None
+
+
+@functools.cache
+def _tell(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _file(home: Path, request: Request) -> Path:
@@ -190,11 +204,14 @@ def _readable(text: str) -> str:
 
 
 def _is_entry(document: dict[str, Any]) -> bool:
-    names = document.get("names")
+    names, metadata, builds = (document.get(key) for key in ("names", "metadata", "builds"))
     return (
-        isinstance(document.get("commit"), str)
+        re.fullmatch(r"[0-9a-f]{40}", str(document.get("commit"))) is not None
         and isinstance(document.get("checked"), int | float)
-        and all(isinstance(document.get(key), dict) for key in ("metadata", "builds"))
+        and isinstance(metadata, dict)
+        and all(isinstance(text, str | None) for text in metadata.values())
+        and isinstance(builds, dict)
+        and all(is_digest(digest) for digest in builds.values())
         and (names is None or (isinstance(names, list) and all(isinstance(name, str) for name in names)))
     )
 

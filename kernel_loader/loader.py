@@ -40,6 +40,7 @@ from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Fetched, LocalDirectories, Request, Source
 from kernel_loader.store import Store
 from kernel_loader.trust import Gate
+from kernel_loader.variant import is_variant
 
 if TYPE_CHECKING:
     from kernel_loader.capability import Wanted
@@ -287,6 +288,8 @@ class KernelLoader:
             self._admit(one.ask, one.choice, allowed)
             fetched, by_word = self._fetch(one.choice, one.variant), self._passes_by_word(one.choice, allowed)
             gathered.add(one.ask, one.choice, one.variant, fetched, by_word=by_word)
+            if one.choice.embedded:
+                logger.warning("%s: no build is carried, since %s is taken there. %s", *_unneeded(one))
         (write_wheel if wheel else write_archive)(Path(file).absolute(), gathered.bundle(), gathered.directories)
         return gathered.bundle()
 
@@ -509,7 +512,9 @@ class KernelLoader:
         """A build on this machine, verified; under a lock, the one that is locked."""
         fetched = choice.source.fetch(choice.listing, name)
         if self.lock is not None and not choice.embedded:
-            self.lock.check(choice.listing.repo, name, fetched.digest, choice.listing.commit)
+            request = request_of(choice.manifest) if choice.manifest is not None else None
+            assert request is not None, "what is not embedded is of a repository"
+            self.lock.check(request, name, fetched.digest, choice.listing.commit)
         return fetched
 
     def _is_locked(self, request: Request) -> bool:
@@ -540,8 +545,8 @@ class KernelLoader:
                 if ask is first:
                     looked = (*self._passed_over(name, ask, host, among_all=choice.reference), *choice.looked)
                     choice = choice._replace(looked=looked)
-                every = all_variants and not choice.embedded
-                for variant in choice.listing.names if every else (choice.build.name,):
+                names = choice.listing.names if all_variants and not choice.embedded else (choice.build.name,)
+                for variant in filter(is_variant, names):
                     yield _Planned(ask, choice, variant)
                     for needed in choice.source.metadata(choice.listing, variant).kernel_depends:
                         anonymous = _of_repository(needed.repo_id)
@@ -589,6 +594,12 @@ class KernelLoader:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s %s", manifest.name, message)
+
+
+def _unneeded(planned: _Planned) -> tuple[str, str, str]:
+    choice, host = planned.choice, planned.choice.looked[0].resolution.host if planned.choice.looked else None
+    where = f" (a host that computes on {host.backend})" if host is not None else ""
+    return planned.ask.manifest.name, f"{choice.build.name}, which is part of the package,", f"{choice.why}{where}"
 
 
 def spelt(kernel: str) -> tuple[str, int | None, str | None]:

@@ -19,7 +19,15 @@ from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, Self
 
 from kernel_loader.digest import content_digest
-from kernel_loader.errors import LockError, LockMismatch, LockMissing, LockStale, MetadataError, VariantError
+from kernel_loader.errors import (
+    LockError,
+    LockMismatch,
+    LockMissing,
+    LockStale,
+    MetadataError,
+    RequestError,
+    VariantError,
+)
 from kernel_loader.host import Host
 from kernel_loader.manifest import REPO, known, read_backends, read_requires, requires_table
 from kernel_loader.metadata import Metadata, path_problem
@@ -39,6 +47,7 @@ MAX_BYTES: Final = 64 * 2**20
 _HEAD: Final = "# Written by `kernel-loader lock`. Keep it under version control; do not edit it.\n"
 _COMMIT: Final = r"[0-9a-f]{40}"
 _DIGEST: Final = r"[0-9a-f]{64}"
+_UNSPOKEN: Final = r"'''|\x7f"  # what a literal text of TOML cannot hold
 _FILE: Final = rf"(?ma)^({_DIGEST}) (0|[1-9]\d{{0,15}}) (.+)$"
 
 
@@ -76,6 +85,18 @@ class LockedBuild:
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(file.size for file in self.files)
+
+    @property
+    def problem(self) -> str:
+        """What keeps it out of a lock file; empty for nothing."""
+        paths = [file.path for file in self.files]
+        if not paths:
+            return "it has no files"
+        if unspoken := next((path for path in paths if re.search(_UNSPOKEN, path)), None):
+            return f"a lock cannot name the file {unspoken!r}"
+        if re.search(r"[\ud800-\udfff]", json.dumps(self.metadata.document(), ensure_ascii=False)):
+            return "its metadata holds a text that is not Unicode"
+        return path_problem(paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +198,20 @@ class Lock:
         The package is not imported, and is named by its caller: nobody's stack is looked at.
 
         Raises:
+            RequestError: the name is no text.
             LockMissing: the package is not installed, or has no lock.
             LockError: as `parse`.
         """
         from importlib import metadata
 
-        spec = find_spec(package) if re.fullmatch(r"\w+", package) else None
-        for directory in (spec.submodule_search_locations if spec else None) or ():
+        if not isinstance(package, str):
+            raise RequestError(f"package={package!r} was given", 'Pass the name that is imported, as "mypackage".')
+        try:
+            spec = find_spec(package) if re.fullmatch(r"\w+", package) else None
+        except ValueError:  # a module that no finder has found, as the script that runs
+            spec = None
+        directories = list((spec.submodule_search_locations if spec else None) or ())
+        for directory in directories:
             try:
                 return cls.read(f"{directory}/{FILE_NAME}")
             except LockMissing:
@@ -194,14 +222,15 @@ class Lock:
             text = None
         if text is not None:
             return cls.parse(text, f"{package}, {PEERS_FILE_NAME}")
-        detail = f"no {FILE_NAME} is in it" if spec is not None else "no such package is installed"
-        raise LockMissing(f"of package {package}", detail)
+        if directories:
+            raise LockMissing(f"{directories[0]}/{FILE_NAME}", f"the package {package} has none")
+        raise LockMissing(FILE_NAME, f"no package {package!r} is installed")
 
     def to_toml(self) -> str:
         """The text of the file: the same for equal locks, and little of it changes where little has.
 
         Raises:
-            LockError: the lock names commits alone, or holds a text that is not Unicode.
+            LockError: the lock names commits alone, or holds what no lock file can.
         """
         lines = [f"{_HEAD}schema = {SCHEMA}\n"]
         lines += (_kernel_lines(kernel) for kernel in self.kernels)
@@ -211,7 +240,7 @@ class Lock:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise LockError(self.file, f"a build's metadata holds a text that is not Unicode ({error})") from error
+            raise LockError(self.file, f"it holds a text that is not Unicode ({error})") from error
         return text
 
     # --- asking ---------------------------------------------------------------------------------------------------
@@ -250,21 +279,18 @@ class Lock:
             raise LockError(self.file, f"it has {repo} at {len(commits)} commits, and one is asked for")
         return commits.pop()
 
-    def check(self, repo: str, variant: str, digest: str, commit: str | None) -> None:
+    def check(self, request: Request, variant: str, digest: str, commit: str | None) -> None:
         """Hold a build that is about to be imported against the lock.
 
         Raises:
             LockMismatch: its bytes are not those that are locked.
-            LockMissing: the lock does not name the repository.
+            LockMissing, LockStale: as `find`.
         """
-        same = [locked for locked in self.repositories if locked.request.repo == repo]
-        if not same:
-            raise LockMissing(self.file, f"it does not name {repo}")
-        for locked in same:
-            build = locked.builds.get(variant) if locked.builds is not None else None
-            if build.digest == digest if build is not None else locked.builds is None and locked.commit == commit:
-                return
-        raise LockMismatch(self.file, f"{repo}, {variant}: the build at hand ({digest[:12]}) is not what is locked")
+        locked = self.find(request)
+        build = locked.builds.get(variant) if locked.builds is not None else None
+        if build.digest == digest if build is not None else locked.builds is None and locked.commit == commit:
+            return
+        raise LockMismatch(self.file, f"{request}, {variant}: the build at hand ({digest[:12]}) is not what is locked")
 
     def select(self, host: Host) -> dict[str, Resolution]:
         """What a host takes of each kernel, computed from the lock alone: by name, as `kernels` has them.
@@ -431,9 +457,8 @@ def _repository_lines(repository: LockedRepository, file: str) -> str:
 
 
 def _build_lines(build: LockedBuild, file: str) -> str:
-    for locked in build.files:
-        if re.search(r"'''|\x7f", locked.path):
-            raise LockError(file, f"{build.variant} has a file that it cannot name: {locked.path!r}")
+    if build.problem:
+        raise LockError(file, f"{build.variant} cannot be written: {build.problem}")
     files = "".join(f"{locked.sha256} {locked.size} {locked.path}\n" for locked in build.files)
     about = build.metadata.document()
     metadata = f"metadata = {_toml(about)}\n" if about else ""

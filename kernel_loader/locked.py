@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from kernel_loader.errors import IntegrityError, LockMismatch
+from kernel_loader.errors import IntegrityError, LockMismatch, SourceError, UnknownVersion
 from kernel_loader.index import Entry
 from kernel_loader.lock import Lock, LockedRepository
 from kernel_loader.published import PublishedBuilds
 from kernel_loader.sources import Fetched, Listing, Request
 from kernel_loader.sources.hub import RemoteFile
 from kernel_loader.store import Store
+
+_GONE: Final = (
+    "Bring the build from a machine that has it (`kernel-loader export`, `import`), or take up what is there now: "
+    "`kernel-loader lock --upgrade`."
+)
 
 
 class LockedBuilds(PublishedBuilds):
@@ -67,9 +72,18 @@ class LockedBuilds(PublishedBuilds):
             return super()._files(entry, name)
         return tuple(RemoteFile(file.path, file.size, "", file.sha256) for file in builds[name].files)
 
+    def _told(self, entry: Entry, name: str) -> tuple[RemoteFile, ...] | None:
+        locked = self._lock.find(entry.request).builds is not None
+        return self._files(entry, name) if locked else super()._told(entry, name)
+
     def _download(self, entry: Entry, name: str) -> Fetched:
+        from huggingface_hub.errors import EntryNotFoundError
+
         try:
             return super()._download(entry, name)
         except IntegrityError as error:
             detail = f"{entry.request}, {name}: {', '.join(error.violations)}"
             raise LockMismatch(self._lock.file, detail) from error
+        except (UnknownVersion, EntryNotFoundError) as error:
+            detail = f"the Hub no longer has its commit {entry.commit[:12]}, or not all of {name}"
+            raise SourceError(str(entry.request), detail, _GONE) from error

@@ -9,14 +9,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import re
 import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from kernel_loader.errors import NotCached, RequestError, SourceError
+from kernel_loader.arguments import each
+from kernel_loader.errors import MetadataError, NotCached, RequestError, SourceError
 from kernel_loader.lock import Lock, LockedBuild, LockedFile, LockedKernel, LockedRepository, Place
 from kernel_loader.manifest import Manifest
 from kernel_loader.metadata import FILE_NAME, Digest, Metadata
@@ -26,6 +29,8 @@ from kernel_loader.sources.hub import Hub, RemoteFile
 from kernel_loader.variant import is_variant
 
 logger = logging.getLogger("kernel_loader")
+
+_LEFT_OUT: Final = "%s: %s is left out of the lock: %s"
 
 
 class Locker:
@@ -63,23 +68,35 @@ class Locker:
             UnknownKernel, ManifestError: as `load_kernel`.
         """
         asked = {locked.name: locked for text in kernels for locked in self._kernels(text)}
-        if unknown := sorted(set(upgrade or ()) - asked.keys()):
-            raise RequestError(f"{unknown[0]} is to be upgraded, and is not locked", f"There are {', '.join(asked)}.")
+        anew = asked.keys() if upgrade is None else self._named(each(upgrade, "upgrade"), asked)
         queue = deque[tuple[Request, bool, bool]]()
         for kernel in asked.values():
             for place in kernel.places:
-                _add(queue, place.request, new=upgrade is None or kernel.name in upgrade, named="/" not in kernel.name)
+                _add(queue, place.request, new=kernel.name in anew, named="/" not in kernel.name)
         found: dict[Request, LockedRepository] = {}
         while queue:
             request, new, named = queue.popleft()
             if request in found:
                 continue
-            kept = None if new or known is None else _exactly(known, request)
-            found[request] = kept if kept is not None else self._pin(request, named=named)
+            kept = None if new or known is None else _kept(known, request)
+            if kept is None or kept.builds is None:
+                kept = self._pin(request, kept.commit if kept is not None else None, named=named)
+            found[request] = kept
             for needed in _dependencies(found[request]):
                 _add(queue, needed, new=new, named=False)
         repositories = sorted(found.values(), key=lambda locked: (locked.request.repo, str(locked.request)))
         return Lock(tuple(asked[name] for name in sorted(asked)), tuple(repositories))
+
+    def _named(self, texts: Iterable[str], asked: Collection[str]) -> set[str]:
+        """The kernels that are meant, of those that were asked for."""
+        names = set[str]()
+        for text in texts:
+            meant = {kernel.name for kernel in self._kernels(text)} & set(asked)
+            if not meant:
+                advice = f"There are {', '.join(asked) or 'none'}."
+                raise RequestError(f"{text} is to be upgraded, and is not locked", advice)
+            names |= meant
+        return names
 
     def _kernels(self, text: str) -> Iterable[LockedKernel]:
         for manifest in self._manifests(text):
@@ -92,32 +109,41 @@ class Locker:
 
     # --- one repository -------------------------------------------------------------------------------------------
 
-    def _pin(self, request: Request, *, named: bool) -> LockedRepository:
+    def _pin(self, request: Request, commit: str | None, *, named: bool) -> LockedRepository:
+        """A repository at a commit; by default at that where the Hub has it now."""
         if self._offline:
-            raise NotCached(str(request), "it is not locked yet, and the Hub must not be asked (offline mode)")
+            detail = "it is not locked yet, and the Hub must not be asked (offline mode)"
+            raise NotCached(str(request), detail, "Run `kernel-loader lock` where the Hub can be asked.")
         self._admit(request, named)
         hub = Hub()
-        commit = hub.commit(request)
+        commit = commit or hub.commit(request)
         listed = {name: files for name, files in hub.builds(request, commit).items() if is_variant(name)}
         if not listed:
             raise SourceError(str(request), "it has no builds", "Check its name and version.")
         with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(PARALLEL) as pool:
             bring = _Contents(hub, request, commit, Path(directory))
             about = {name: bring.later(pool, name, _file(files, FILE_NAME)) for name, files in listed.items()}
-            read = {name: _metadata(about[name](), request, name) for name in listed}
+            read: dict[str, Metadata] = {}
+            for name, files in listed.items():
+                metadata, wrong = _examined(files, about[name]())
+                if wrong:
+                    logger.warning(_LEFT_OUT, request, name, wrong)
+                else:
+                    read[name] = metadata
             texts = {
                 (name, file.path): bring.later(pool, name, file)
-                for name, files in listed.items()
-                for file in files
-                if _told(file, read[name].digest) is None
+                for name, metadata in read.items()
+                for file in listed[name]
+                if _told(file, metadata.digest) is None
             }
             builds = {}
-            for name, files in listed.items():
-                if wrong := _wrong(files, read[name].digest):
-                    logger.warning("%s: %s is left out of the lock: %s", request, name, wrong)
-                    continue
-                hashed = (_locked(f, read[name].digest, texts.get((name, f.path))) for f in files)
-                builds[name] = LockedBuild.of(name, hashed, read[name])
+            for name, metadata in read.items():
+                hashed = (_locked(f, metadata.digest, texts.get((name, f.path))) for f in listed[name])
+                build = LockedBuild.of(name, hashed, metadata)
+                if build.problem:
+                    logger.warning(_LEFT_OUT, request, name, build.problem)
+                else:
+                    builds[name] = build
         return LockedRepository(request, commit, builds)
 
 
@@ -146,11 +172,17 @@ class _Contents:
 
 def _add(queue: deque[tuple[Request, bool, bool]], request: Request, *, new: bool, named: bool) -> None:
     """What is looked at anew comes first, so that nothing that depends on it too keeps the old one."""
+    # The branch of a version is the version, however it was spelt.
+    match = re.fullmatch(r"v(0|[1-9]\d{0,8})", request.revision or "", re.ASCII)
+    request = Request(request.repo, int(match[1])) if match is not None else request
     (queue.appendleft if new else queue.append)((request, new, named))
 
 
-def _exactly(known: Lock, request: Request) -> LockedRepository | None:
-    return next((one for one in known.repositories if one.request == request and one.builds is not None), None)
+def _kept(known: Lock, request: Request) -> LockedRepository | None:
+    """Where a lock has a repository, at this version or revision; one that names none means any."""
+    same = (one for one in known.repositories if one.request.repo == request.repo)
+    found = next((one for one in same if one.request.git_revision in (None, request.git_revision)), None)
+    return replace(found, request=request) if found is not None else None
 
 
 def _request(manifest: Manifest) -> Request:
@@ -168,8 +200,13 @@ def _file(files: Iterable[RemoteFile], path: str) -> RemoteFile | None:
     return next((file for file in files if file.path == path), None)
 
 
-def _metadata(brought: tuple[Path, str] | None, request: Request, name: str) -> Metadata:
-    return Metadata() if brought is None else Metadata.parse(brought[0].read_bytes(), f"{request}, {name}/{FILE_NAME}")
+def _examined(files: Iterable[RemoteFile], brought: tuple[Path, str] | None) -> tuple[Metadata, str]:
+    """What a build says of itself, and what is wrong with it; such a build is refused wherever it is loaded."""
+    try:
+        metadata = Metadata.parse(brought[0].read_bytes(), FILE_NAME) if brought is not None else Metadata()
+    except MetadataError as error:
+        return Metadata(), f"{FILE_NAME} cannot be read, {error.detail}"
+    return metadata, _wrong(files, metadata.digest)
 
 
 def _told(file: RemoteFile, digest: Digest | None) -> str | None:
@@ -190,7 +227,7 @@ def _locked(
 
 
 def _wrong(files: Iterable[RemoteFile], digest: Digest | None) -> str:
-    """How a build differs from what its own metadata says; such a build is refused wherever it is loaded."""
+    """How a build differs from its own digests, as far as the listing tells."""
     if digest is None:
         return ""
     listed: Mapping[str, RemoteFile] = {file.path: file for file in files if file.path != FILE_NAME}

@@ -100,8 +100,6 @@ class PublishedBuilds:
             if self._offline:
                 raise
             logger.warning("%s: %s It is fetched again.", entry.request, error.problem)
-        if name not in entry.metadata:  # of a build that was not chosen; its digests are what it is held against
-            entry = self._read_metadata(entry, name)
         with self._store.lock(f"{entry.request.repo}@{entry.commit}/{name}"):
             entry = self._entry(listing)  # another process may have fetched it while this one waited
             stored = self._stored(entry, name, repair=not self._offline)
@@ -115,9 +113,9 @@ class PublishedBuilds:
     def measure(self, listing: Listing, name: str) -> tuple[Fetched | None, int]:
         """A build as far as it is in the store, and the bytes of its files; asked of the Hub where it is not."""
         entry = self._entry(listing)
-        stored = self._stored(entry, name)
-        if stored is not None:
-            return stored, size_of(stored.path)
+        with contextlib.suppress(*(() if self._offline else (IntegrityError,))):  # `fetch` brings it anew
+            if (stored := self._stored(entry, name)) is not None:
+                return stored, size_of(stored.path)
         if (cached := self._cached(entry, name)) is not None and self._offline:
             return None, size_of(cached.directory)
         if self._offline:
@@ -230,12 +228,16 @@ class PublishedBuilds:
         cached = self._cached(entry, name)
         if cached is None:
             return None
-        listed = None if self._offline else self._files(entry, name)
+        listed = self._told(entry, name)
         with self._store.staging() as staging:
             hashes = cached.copy(staging, listed)
             if hashes is None:
                 return None
             return self._publish(entry, name, staging, hashes)
+
+    def _told(self, entry: Entry, name: str) -> tuple[RemoteFile, ...] | None:
+        """What a build consists of, as far as it may be asked."""
+        return None if self._offline else self._files(entry, name)
 
     # --- the Hub --------------------------------------------------------------------------------------------------
 

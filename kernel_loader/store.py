@@ -23,6 +23,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import stat
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kernel_loader.digest import content_digest, differences
-from kernel_loader.errors import IntegrityError, StoreError
+from kernel_loader.errors import BundleError, IntegrityError, StoreError
 from kernel_loader.files import hash_file, replace_file, sync
 from kernel_loader.resources import INSTALLED
 
@@ -57,7 +58,7 @@ _LOOKS: Final = ("size", "mtime_ns", "inode")
 _INSTALL: Final = (
     "Install the package that brought it again. Where the Hub may be asked, a load fetches a copy of its own."
 )
-_AGAIN: Final = "Remove the directory, or run `kernel-loader cache prune`, and load again: it is then fetched anew."
+_AGAIN: Final = "Fetch it anew (`kernel-loader prefetch`), or import the bundle that brought it again."
 _SHARED: Final = (
     "Tell whoever fills that store to remove the directory and to prefetch the kernel again. Where the Hub may be "
     "asked, a load fetches a copy of its own."
@@ -74,17 +75,20 @@ class Source(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A build in the store: its directory, digest, where it is from, its bytes, and when its files were last read.
-
-    Reading writes nothing here, so that the last use is what the file system remembers: seconds of the epoch, often
-    no finer than a day.
-    """
+    """A build in the store: its directory, digest, where it is from, and its bytes."""
 
     path: Path
     digest: str
     sources: tuple[Source, ...]
     size: int
-    last_use: float
+
+    @property
+    def last_use(self) -> float:
+        """When a file of it was last read, in seconds of the epoch.
+
+        Reading writes nothing here, so that it is what the file system remembers, often no finer than a day.
+        """
+        return _last_use(self.path)
 
     @property
     def home(self) -> Path:
@@ -144,7 +148,11 @@ class Store:
 
     def all(self) -> tuple[Stored, ...]:
         """Every build that has a receipt, by directory and digest."""
-        return tuple(stored for home in self.directories for stored in self.builds_in(home))
+        found: list[Stored] = []
+        for home in self.directories:
+            with contextlib.suppress(BundleError):  # of a damaged package, which `verify` tells of
+                found += self.builds_in(home)
+        return tuple(found)
 
     def builds_in(self, home: Path) -> Iterator[Stored]:
         """The builds of one of the directories that have a receipt there, by digest; all of an installed package."""
@@ -155,7 +163,7 @@ class Store:
             if _is_there(directory) and (receipt := _read_receipt(file)) is not None:
                 sources = tuple(Source(**source) for source in receipt["sources"])
                 size = sum(entry["size"] for entry in receipt["files"].values())
-                yield Stored(directory, receipt["digest"], sources, size, _last_use(directory))
+                yield Stored(directory, receipt["digest"], sources, size)
 
     def _find_in(self, home: Path, digest: str, *, trust_receipt: bool) -> Path | None:
         directory, identity = _build(home, digest), None
@@ -253,6 +261,13 @@ class Store:
             self._write_receipt(place, digest, _files(hashes, dict(_walk(target))), _with_source(sources, source))
         return target, digest
 
+    def add_source(self, digest: str, source: Source) -> None:
+        """Remember that a build of the root was published in one more place. Another directory's is left as it is."""
+        place = _receipt(self.root, digest)
+        receipt = _read_receipt(place)
+        if receipt is not None and source not in (Source(**known) for known in receipt["sources"]):
+            self._write_receipt(place, digest, receipt["files"], _with_source(receipt["sources"], source))
+
     def remove(self, digest: str, *, in_use: bool = False) -> bool:
         """Remove a build of the root, unless a live process on this machine has it loaded. Returns whether it is gone.
 
@@ -315,13 +330,16 @@ class Store:
         owner = self._locks / f"{name}.owner"
         try:
             lock.acquire(timeout=self._lock_seconds, poll_interval=0.05)
-        except (Timeout, OSError, NotImplementedError) as error:
+        except Timeout:
             whose = read_json(owner) or {}
             by = f"process {whose.get('process')} on {whose.get('host')}" if whose else "another process"
             logger.warning(
-                "waited %g s for %s, which is fetching %s, and fetch it as well (%s)",
-                self._lock_seconds, by, key, type(error).__name__,
-            )  # fmt: skip
+                "waited %g s for %s, which is fetching %s, and fetch it as well", self._lock_seconds, by, key
+            )
+            yield
+            return
+        except (OSError, NotImplementedError) as error:
+            logger.warning("%s is fetched without a lock, which cannot be had here (%s)", key, error)
             yield
             return
         try:
@@ -386,9 +404,11 @@ def _promised(home: Path, digest: str) -> dict[str, str]:
     """What an installed package says that the files of a build hash to; nothing of other directories."""
     from kernel_loader.carry.contents import installed
 
-    package = installed(home)
-    files = package.files.get(digest, ()) if package is not None else ()
-    return {file.path: base64.b64encode(bytes.fromhex(file.sha256)).decode() for file in files}
+    with contextlib.suppress(BundleError):
+        package = installed(home)
+        files = package.files.get(digest, ()) if package is not None else ()
+        return {file.path: base64.b64encode(bytes.fromhex(file.sha256)).decode() for file in files}
+    return {}
 
 
 def _in_package(home: Path) -> Iterator[Stored]:
@@ -405,7 +425,7 @@ def _in_package(home: Path) -> Iterator[Stored]:
             for variant, published in one.builds.items()
             if published == digest
         )
-        yield Stored(directory, digest, sources, sum(file.size for file in files), _last_use(directory))
+        yield Stored(directory, digest, sources, sum(file.size for file in files))
 
 
 def _build(home: Path, digest: str) -> Path:
@@ -522,6 +542,11 @@ def _walk(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_resu
                 raise IntegrityError(str(directory), (f"{path} is no regular file",))
 
 
+def is_digest(value: object) -> bool:
+    """Whether a value names content: it is part of a path."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
 def read_json(file: Path) -> dict[str, Any] | None:
     """A file of the store; None when it is not there, half-written by something else, or of another schema."""
     try:
@@ -536,7 +561,7 @@ def _read_receipt(file: Path) -> dict[str, Any] | None:
     document = read_json(file) or {}
     sources, files = document.get("sources"), document.get("files")
     is_receipt = (
-        isinstance(document.get("digest"), str)
+        is_digest(document.get("digest"))
         and isinstance(sources, list)
         and all(isinstance(source, dict) and source.keys() == set(Source._fields) for source in sources)
         and isinstance(files, dict)

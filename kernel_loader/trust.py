@@ -71,11 +71,15 @@ class Gate:
     @contextlib.contextmanager
     def deciding(self, request: Request, *, allowed: bool | Collection[str]) -> Iterator[None]:
         """As `admit` for a repository that no manifest names, decided while the block runs where the Hub is asked."""
-        if self._must_ask(self._index.publisher(_publisher_of(request))):
+        known = self._index.publisher(_publisher_of(request))
+        if self._must_ask(known):
             with ThreadPoolExecutor(1, thread_name_prefix="kernel-loader-trust") as pool:
                 decided = pool.submit(self.admit, request, named=False, allowed=allowed)
                 yield
                 decided.result()
+        elif known is None:
+            yield  # nobody can be asked: that there is nothing to trust says more
+            self.admit(request, named=False, allowed=allowed)
         else:
             self.admit(request, named=False, allowed=allowed)
             yield

@@ -489,7 +489,7 @@ def test_installed_packages_of_builds_are_told(site, run, environ):
     home = packages / "kernel_loader_builds" / "my_kernels"
     status, out, _ = run(**environ, PYTHONPATH=str(packages))
     assert status == 0
-    assert f"package       {home}: 1 builds, {bundle.size:,} B" in out.replace("\n" + " " * 16, " ")
+    assert f"package       {home}: 1 build, {bundle.size:,} B" in out.replace("\n" + " " * 16, " ")
     (home / "bundle.json").write_text("garbage")
     status, out, _ = run("--json", **environ, PYTHONPATH=str(packages))
     assert status == 1

@@ -3,12 +3,13 @@
 import re
 import sys
 from dataclasses import replace
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kernel_loader.errors import LockError, LockMismatch, LockMissing, LockStale
+from kernel_loader.errors import LockError, LockMismatch, LockMissing, LockStale, RequestError
 from kernel_loader.lock import MAX_BYTES, Lock, LockedBuild, LockedFile, LockedKernel, LockedRepository, Place
 from kernel_loader.manifest import Manifest
 from kernel_loader.metadata import KernelDependency, Metadata
@@ -123,15 +124,41 @@ def test_what_is_added_is_added_and_nothing_else_changes():
     assert all(line in position for line in old)  # a subsequence: nothing of it was moved or rewritten
 
 
+def test_equal_locks_are_equal_to_the_byte():
+    one, two = (repository(builds=order) for order in ([build(), build("torch-cpu")], [build("torch-cpu"), build()]))
+    assert one == two
+    assert Lock((), (one,)).to_toml() == Lock((), (two,)).to_toml()
+    assert LockedBuild.of("torch-cpu", reversed(build().files), Metadata()) == build("torch-cpu")
+
+
 def test_what_does_not_decide_is_not_locked():
     about = Metadata(license="MIT", upstream="there", source="here", id="_x_1", dirty=True, version=2)
     assert build(**about._asdict()).metadata == Metadata(version=2)
 
 
-def test_a_text_that_no_file_can_hold_is_refused():
-    for wrong in (build(name="\ud800"), build("torch-cpu", "it's '''quoted'''.py")):
-        with pytest.raises(LockError):
-            Lock((), (repository(builds=[wrong]),)).to_toml()
+UNWRITABLE = {
+    "no files": (LockedBuild.of("torch-cpu", [], Metadata()), "it has no files"),
+    "a literal text in a name": (build("torch-cpu", "it's '''quoted'''.py"), "cannot name the file"),
+    "a control character": (build("torch-cpu", "\x7f.py"), "cannot name the file"),
+    "half a surrogate pair": (build("torch-cpu", name="\ud800"), "not Unicode"),
+    "a path outside": (build("torch-cpu", "../x.py"), "lies outside its build"),
+    "bytecode": (build("torch-cpu", "__pycache__/x.txt"), "lies outside its build"),
+    "a file below a file": (build("torch-cpu", "A", "a/b"), "has other files below it"),
+    "names that differ in capitals": (build("torch-cpu", "A", "a"), "where capitals do not count"),
+}
+
+
+@pytest.mark.parametrize("what", UNWRITABLE)
+def test_what_could_not_be_read_again_is_not_written(what):
+    wrong, said = UNWRITABLE[what]
+    assert said in wrong.problem
+    with pytest.raises(LockError, match=f"torch-cpu cannot be written: .*{said}"):
+        Lock((), (repository(builds=[wrong]),)).to_toml()
+
+
+def test_a_name_that_no_file_can_hold_is_not_written():
+    with pytest.raises(LockError, match="not Unicode"):
+        Lock((kernel("\ud800"),), (repository(),)).to_toml()
 
 
 def test_the_example_of_the_documentation_is_a_lock():
@@ -183,6 +210,12 @@ BAD = {
     "metadata of another kind": (TEXT.replace("files =", 'metadata = { version = "1" }\nfiles ='), "a whole number"),
     "metadata that JSON does not know": (TEXT.replace("files =", "metadata = { name = 1979-05-27 }\nfiles ="), "date"),
     "a deep table": (b"a=" + b"[" * 100_000, "not TOML"),
+    "a digest that is none": (TEXT.replace("digest = ", 'digest = "x"\n# '), "'x' is not a sha256 in hexadecimal"),
+    "a size beyond all": (TEXT.replace(f"{SHA} 7 m", f"{SHA} {'9' * 17} m"), "is no line of sha256"),
+    "a revision with a space": (TEXT.replace("version = 1\nc", 'revision = "a b"\nc'), "not a branch, tag or commit"),
+    "a table for a list": (TEXT.replace("[[kernel]]", "[kernel]"), "kernel: a list was expected"),
+    "another encoding": (TEXT.encode("utf-16"), "not UTF-8"),
+    "a JSON object": (b'{"kernels": []}', "not TOML"),
     "JSON of another form": (b'[{"dependency": {"repo-id": "org/x"}}]', "an entry has a dependency and a lock"),
     "JSON that breaks off": (b'[{"dependency"', "not JSON"),
     "JSON without a commit": (b'[{"dependency": {"repo-id": "org/x"}, "lock": {}}]', "the key commit is missing"),
@@ -226,12 +259,12 @@ def test_a_request_finds_its_repository_by_version_revision_or_commit():
 
 def test_other_bytes_are_refused():
     locked = build()
-    LOCK.check("org/kernel", "torch-universal", locked.digest, COMMIT)
+    LOCK.check(Request("org/kernel", 1), "torch-universal", locked.digest, COMMIT)
     for variant, digest in (("torch-universal", "0" * 64), ("torch-cuda", locked.digest)):
         with pytest.raises(LockMismatch, match="not what is locked"):
-            LOCK.check("org/kernel", variant, digest, COMMIT)
+            LOCK.check(Request("org/kernel", 1), variant, digest, COMMIT)
     with pytest.raises(LockMissing):
-        LOCK.check("org/other", "torch-universal", locked.digest, COMMIT)
+        LOCK.check(Request("org/other", 1), "torch-universal", locked.digest, COMMIT)
 
 
 def test_a_host_selects_by_the_lock_alone():
@@ -289,9 +322,9 @@ def test_a_lock_of_the_kernels_package_names_commits_alone(text):
     lock = Lock.parse(text)
     assert lock.find(Request("org/kernel", 1)) == lock.repositories[0]
     assert lock.commit("org/kernel") == COMMIT
-    lock.check("org/kernel", "torch-cuda", SHA, COMMIT)
+    lock.check(Request("org/kernel", 1), "torch-cuda", SHA, COMMIT)
     with pytest.raises(LockMismatch):
-        lock.check("org/kernel", "torch-cuda", SHA, None)  # a directory, which no commit names
+        lock.check(Request("org/kernel", 1), "torch-cuda", SHA, None)  # a directory, which no commit names
     for asked in (lambda: lock.select(CPU_HOST), lock.to_toml):
         with pytest.raises(LockError, match="names commits alone"):
             asked()
@@ -340,11 +373,76 @@ def test_the_lock_beside_its_metadata_counts_too(site_packages):
     assert Lock.for_package("has_peers").commit("org/kernel") == COMMIT
 
 
-@pytest.mark.parametrize("name", ["no_such_package", "", "a.b", "../etc", "has_none", "json"])
-def test_a_package_without_a_lock_is_told(site_packages, name):
-    package(site_packages, "has_none")
-    with pytest.raises(LockMissing, match=r"of package"):
+def test_its_distribution_may_be_spelt_with_dashes(site_packages):
+    information = site_packages / "has_dashes-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: has-dashes\nVersion: 1.0\n")
+    (information / "kernels.lock").write_text(PEERS)
+    for name in ("has_dashes", "has-dashes"):
+        assert Lock.for_package(name).commit("org/kernel") == COMMIT
+
+
+def test_its_own_lock_comes_before_that_of_the_kernels_package(site_packages):
+    package(site_packages, "has_both", kernel_loader__lock=TEXT)
+    information = site_packages / "has_both-1.0.dist-info"
+    information.mkdir()
+    (information / "kernels.lock").write_text("[]")
+    assert Lock.for_package("has_both") == LOCK
+
+
+def test_an_editable_package_has_its_lock_in_the_sources(tmp_path, monkeypatch):
+    package(tmp_path, "is_editable", kernel_loader__lock=TEXT)
+
+    class Finder:  # as build backends install them
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            home = tmp_path / name
+            if name != "is_editable":
+                return None
+            return spec_from_file_location(name, home / "__init__.py", submodule_search_locations=[str(home)])
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert Lock.for_package("is_editable") == LOCK
+    assert "is_editable" not in sys.modules
+
+
+def test_a_namespace_is_looked_through(tmp_path, monkeypatch):
+    for portion in ("one", "two"):
+        (tmp_path / portion / "spread").mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(tmp_path / portion))
+    (tmp_path / "one" / "spread" / "kernel-loader.lock").write_text(TEXT)
+    assert Lock.for_package("spread") == LOCK
+
+
+def test_a_script_has_no_lock_of_its_own(run_python):
+    code = """
+from kernel_loader import errors
+from kernel_loader.lock import Lock
+try:
+    Lock.for_package(__name__)
+except errors.LockMissing as error:
+    print(error.detail)
+"""
+    assert run_python(code) == "no package '__main__' is installed\n"
+
+
+@pytest.mark.parametrize("name", [None, 1, sys])
+def test_a_package_is_named_by_a_text(name):
+    with pytest.raises(RequestError, match="package="):
         Lock.for_package(name)
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "", "a.b", "../etc", "abc"])
+def test_what_is_no_package_is_told(name):
+    with pytest.raises(LockMissing, match=f"no package {name!r} is installed"):
+        Lock.for_package(name)
+
+
+def test_a_package_without_a_lock_is_told_where_it_would_be(site_packages):
+    package(site_packages, "has_none")
+    with pytest.raises(LockMissing, match="the package has_none has none") as caught:
+        Lock.for_package("has_none")
+    assert caught.value.file == f"{site_packages}/has_none/kernel-loader.lock"
 
 
 def test_a_damaged_lock_of_a_package_is_no_missing_one(site_packages):

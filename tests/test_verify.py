@@ -44,7 +44,10 @@ def run(site):
         for row in rows:
             state = "damaged" if row["violations"] else "whole"
             assert any(
-                line.startswith(f"{state:8} {row['what']}: {row['builds']} builds, {row['size']:,} B") for line in lines
+                line.startswith(
+                    f"{state:8} {row['what']}: {row['builds']} build{'s' * (row['builds'] != 1)}, {row['size']:,} B"
+                )
+                for line in lines
             )
             assert all(f"    {violation}" in lines for violation in row["violations"])
         return done.returncode, rows

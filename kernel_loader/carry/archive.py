@@ -7,6 +7,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import logging
 import os
 import re
 import struct
@@ -24,7 +25,10 @@ from kernel_loader.files import sync
 from kernel_loader.index import Index, entry_of
 from kernel_loader.lock import Lock, LockedFile
 from kernel_loader.resources import INSTALLED
+from kernel_loader.sources import Request
 from kernel_loader.store import NAME_DIGITS, Source as Published, Store
+
+logger = logging.getLogger("kernel_loader")
 
 SUFFIX: Final = ".klb"
 
@@ -290,10 +294,12 @@ def import_archive(file: Path, store: Store, index: Index, lock: Lock | None = N
         if new:
             _publish(archive, new, store)
     for repository in bundle.repositories:
+        for variant, digest in repository.builds.items():
+            store.add_source(digest, _source(repository, variant))
         _remember(index, repository)
     for publisher in bundle.publishers:
         if index.publisher(publisher) is None:
-            index.put_publisher(publisher, trusted=True, asked=time.time())
+            index.put_publisher(publisher, trusted=True, asked=0.0)  # where the Hub can be asked, it is
     return [
         Imported(repository.repo, repository.revision, variant, digest, digest in new)
         for repository in bundle.repositories
@@ -307,8 +313,11 @@ def _publish(archive: Archive, new: list[str], store: Store) -> None:
         for repository in archive.bundle.repositories:
             for variant, digest in repository.builds.items():
                 if digest in hashes:
-                    source = Published(repository.repo, repository.revision, repository.commit, variant)
-                    store.publish(staging / digest[:NAME_DIGITS], hashes.pop(digest), source)
+                    store.publish(staging / digest[:NAME_DIGITS], hashes.pop(digest), _source(repository, variant))
+
+
+def _source(repository: BundledRepository, variant: str) -> Published:
+    return Published(repository.repo, repository.revision, repository.commit, variant)
 
 
 def verify_archive(file: Path, lock: Lock | None = None) -> Bundle:
@@ -332,7 +341,7 @@ def _hold_to(lock: Lock, bundle: Bundle) -> None:
         if repository.repo not in named:  # also where nothing of it is carried
             raise LockMissing(lock.file, f"it does not name {repository.repo}")
         for variant, digest in repository.builds.items():
-            lock.check(repository.repo, variant, digest, repository.commit)
+            lock.check(Request(repository.repo, revision=repository.revision), variant, digest, repository.commit)
 
 
 def _unpack(archive: Archive, digest: str, target: Path) -> dict[str, str]:
@@ -354,6 +363,8 @@ def _remember(index: Index, repository: BundledRepository) -> None:
     is_known = there is not None and there.names is not None and there.commit == entry.commit
     if there is None or not is_known or entry.merge(there)._replace(checked=there.checked) != there:
         index.put(entry)
+    if (counts := index.get(entry.request)) is not None and counts.commit != entry.commit:
+        logger.warning("%s: imported, and what an installed package brings counts before it", entry.request)
 
 
 def _member(digest: str, file: LockedFile) -> str:

@@ -64,7 +64,7 @@ def _page(seen: Diagnosis, described_by: str) -> Iterator[str]:
     for directory in seen.directories:
         yield from _row("written" if directory.written else "read", _of_directory(directory))
     for package in seen.packages:
-        yield from _row("package", f"{package.path}: {package.builds} builds, {package.size:,} B")
+        yield from _row("package", f"{package.path}: {options.counted(package.builds, 'build')}, {package.size:,} B")
     if seen.lock is not None:
         yield from _row("lock", _of_lock(seen.lock))
     yield from _section(
@@ -109,7 +109,7 @@ def _of_directory(directory: Directory) -> str:
         return f"{directory.path}  {directory.state}"
     may = "" if directory.writable or not directory.written else ", cannot be written"
     free = f", {directory.free / 2**30:.1f} GiB free" if directory.free is not None else ""
-    return f"{directory.path}: {directory.builds} builds, {directory.size:,} B{free}{may}"
+    return f"{directory.path}: {options.counted(directory.builds, 'build')}, {directory.size:,} B{free}{may}"
 
 
 def _of_lock(lock: Locked) -> str:
@@ -156,7 +156,8 @@ def verify(files: tuple[Path, ...], as_json: bool) -> None:  # noqa: FBT001 - a 
 
 def _lines(one: Checked) -> Iterator[str]:
     state = "damaged" if one.violations else "whole"
-    yield f"{state:8} {one.what}: {one.builds} builds, {one.size:,} B{f' ({one.note})' if one.note else ''}"
+    note = f" ({one.note})" if one.note else ""
+    yield f"{state:8} {one.what}: {options.counted(one.builds, 'build')}, {one.size:,} B{note}"
     for violation in one.violations:
         yield f"    {violation}"
 

@@ -168,17 +168,27 @@ def explain(kernel: str, host_file: str | None, backend: str | None, as_json: bo
 @click.argument("kernel")
 @options.backend
 @click.option("--fallback", type=click.Choice(["reference", "error"]), help="What to do when no build can be had.")
+@options.trust
 @options.as_json
-def load(kernel: str, backend: str | None, fallback: Any, as_json: bool) -> None:  # noqa: ANN401, FBT001
-    """Load KERNEL, a name or a capability, as a program would, and show what was loaded from where."""
+def load(kernel: str, backend: str | None, fallback: Any, trust_remote_code: bool, as_json: bool) -> None:  # noqa: ANN401, FBT001
+    """Load KERNEL as a program would, and show what was loaded from where.
+
+    KERNEL is a registered name, a capability, or a repository: org/name@3 (a version), org/name@branch-or-commit.
+    """
     from kernel_loader import api
     from kernel_loader.loader import spelt
 
     name, version, revision = spelt(kernel)
-    bundle = api.load_kernel(name, version=version, revision=revision, backend=backend, fallback=fallback)
-    origin = api.origin(bundle)
-    facts = origin._asdict() | {"path": str(origin.path)}
-    facts["entrypoints"] = [f.name for f in fields(bundle)]
+    if "/" in name:
+        loaded: Any = api.load_module(
+            name, version=version, revision=revision, backend=backend, trust_remote_code=trust_remote_code
+        )
+        entrypoints = sorted(symbol for symbol in vars(loaded) if not symbol.startswith("_"))
+    else:
+        loaded = api.load_kernel(name, version=version, revision=revision, backend=backend, fallback=fallback)
+        entrypoints = [field.name for field in fields(loaded)]
+    origin = api.origin(loaded)
+    facts = origin._asdict() | {"path": str(origin.path), "entrypoints": entrypoints}
     if as_json:
         click.echo(json.dumps(facts, indent=2))
         return

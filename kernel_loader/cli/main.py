@@ -29,6 +29,13 @@ class _Group(click.Group):
         except (KernelLoaderError, OSError) as error:
             click.echo(f"kernel-loader: {error}", err=True)
             ctx.exit(1)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            click.echo(
+                "kernel-loader: this needs torch, which is not installed here. Run `pip install torch`.", err=True
+            )
+            ctx.exit(1)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

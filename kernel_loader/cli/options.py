@@ -95,6 +95,8 @@ def locked_loader(lock_file: Path | None, kernels: tuple[str, ...]) -> tuple[Ker
 
     loader = KernelLoader(lock=lock_file)
     asked = kernels or tuple(kernel.name for kernel in (loader.lock.kernels if loader.lock is not None else ()))
+    if not asked and loader.lock is not None:
+        raise click.UsageError("Name kernels: the lock has none that was asked for, or names commits alone.")
     if not asked:
         raise click.UsageError("Name kernels, or a lock file that does (--lock FILE).")
     return loader, asked

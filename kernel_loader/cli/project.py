@@ -36,7 +36,7 @@ def read_project(directory: Path) -> Project | None:
         return None
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(str(file), "", f"it cannot be read ({error})") from error
     tool = Node(tables, lambda path, detail: ManifestError(str(file), f"tool.{path}", detail)).table()
     if "kernel-loader" not in tool:

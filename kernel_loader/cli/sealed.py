@@ -44,20 +44,22 @@ def lock(
 ) -> None:
     """Write a lock file: which commit of each repository is loaded, and what all its builds consist of.
 
-    KERNELS are locked, and nothing else; without any, what `[tool.kernel-loader]` of the pyproject.toml here lists, or
-    else what the lock file has. What is locked already stays as it is, unless it is to be upgraded. --check alone asks
-    nobody; with --upgrade it also looks whether something newer was published.
+    KERNELS are added to what the file has; without any, it is made what `[tool.kernel-loader]` of the pyproject.toml
+    here lists, or else what it has is looked at. What is locked already stays as it is, unless it is to be upgraded.
+    --check alone asks nobody; with --upgrade it also looks whether something newer was published.
     """
     from kernel_loader.loader import KernelLoader
 
+    settings = Settings.from_env()
     project = read_project(Path.cwd()) if not (kernels and file) else None
-    target = file or (project.lock if project is not None else Path(FILE_NAME))
+    target = file or (project.lock if project is not None else settings.lock or Path(FILE_NAME))
     known = _known(target)
-    asked = kernels or (project.kernels if project is not None else ()) or _kernels_of(known)
+    there = _kernels_of(known)
+    listed = project.kernels if project is not None else ()
+    asked = (*there, *kernels) if kernels else listed or there
     if not asked:
         advice = f"Name kernels, or list them in {PROJECT}: [tool.kernel-loader] kernels = [...]."
         raise RequestError("there is nothing to lock", advice)
-    settings = Settings.from_env()
     loader = KernelLoader(replace(settings, lock=None, offline=settings.offline or (check and not upgrade)))
     try:
         made = loader.make_lock(
@@ -69,11 +71,11 @@ def lock(
     except NotCached as error:
         if not check or upgrade:
             raise
-        changes = [f"{error.source} is not locked"]
+        changes = [f"{error.source} is not locked" if known is not None else "the file is not there"]
     else:
         changes = _changes(known, made)
         if not check and (changes or not target.exists()):
-            replace_file(target.absolute(), made.to_toml().encode())
+            _write(target, made)
     if as_json:
         click.echo(json.dumps({"file": str(target), "changes": changes}, indent=2))
     else:
@@ -88,6 +90,14 @@ def _known(file: Path) -> Lock | None:
         return Lock.read(str(file))
     except LockMissing:
         return None
+
+
+def _write(file: Path, made: Lock) -> None:
+    try:
+        replace_file(file.absolute(), made.to_toml().encode())
+    except OSError as error:
+        advice = f"Make its directory, or correct --file, or `lock` in {PROJECT}."
+        raise RequestError(f"{file} cannot be written ({error.strerror or error})", advice) from error
 
 
 def _kernels_of(known: Lock | None) -> tuple[str, ...]:
@@ -151,7 +161,12 @@ def export(
     loader, asked = options.locked_loader(lock_file, kernels)
     hosts = [options.read_host(one) for one in host_files] or None
     bundle = loader.export(
-        asked, file, hosts=hosts, all_variants=all_variants, trust_remote_code=trust_remote_code, wheel=wheel
+        asked,
+        file,
+        hosts=hosts,
+        all_variants=all_variants,
+        trust_remote_code=trust_remote_code,
+        wheel=wheel or file.suffix == ".whl",
     )
     rows = [
         {"repo": one.repo, "revision": one.revision, "commit": one.commit, "variant": variant, "digest": digest}
@@ -175,13 +190,15 @@ def import_bundles(files: tuple[Path, ...], lock_file: Path | None, as_json: boo
     loader, _ = options.locked_loader(lock_file, ("",))
     rows: list[dict[str, Any]] = []
     for file in files:
-        rows += [one._asdict() for one in loader.import_bundle(file)]
+        for one in loader.import_bundle(file):
+            rows.append(one._asdict())
+            state = "imported" if one.new else "here already"
+            if not as_json:  # at once: what comes may fail, and this stays
+                click.echo(f"{state:12}  {one.digest[:12]}  {one.repo}@{one.revision}  {one.variant}")
     if as_json:
         click.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        state = "imported" if row["new"] else "here already"
-        click.echo(f"{state:12}  {row['digest'][:12]}  {row['repo']}@{row['revision']}  {row['variant']}")
+    elif not rows:
+        click.echo("no build was carried, only what must be known to choose")
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:

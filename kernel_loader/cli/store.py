@@ -72,10 +72,10 @@ def ls(as_json: bool) -> None:  # noqa: FBT001 - a flag of the command line
         return
     for row in rows:
         age = (time.time() - row["last_use"]) / _DAY
-        here = "runs here" if row["usable"] else "not here"
+        here = "runs here" if row["usable"] else "elsewhere"
         where = f"  in {row['directory']}" if len(store.directories) > 1 else ""
         click.echo(f"{row['digest'][:12]}  {row['size']:>12,} B  {age:6.1f} days  {here:9}  {row['what']}{where}")
-    click.echo(f"{len(rows)} builds, {sum(row['size'] for row in rows):,} B")
+    click.echo(f"{options.counted(len(rows), 'build')}, {sum(row['size'] for row in rows):,} B")
 
 
 def _row(stored: Stored, host: Host) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,6 @@ from kernel_loader.api import default_loader, origin
 from kernel_loader.arguments import trusted
 from kernel_loader.errors import KernelizeError, RequestError, SourceError
 from kernel_loader.loader import KernelLoader
-from kernel_loader.lock import Lock
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,7 +140,8 @@ class LockedLayerRepository:
 
     Args:
         repo_id: "org/name".
-        lockfile: the file, `kernel-loader.lock` or `kernels.lock` of the project. It is read when the layer is loaded.
+        lockfile: the file, `kernel-loader.lock` or `kernels.lock` of the project. It is read when the layer is loaded,
+            which takes no other bytes than are locked.
         layer_name: as in `LayerRepository`.
         trust_remote_code: as in `load_module`.
     """
@@ -166,14 +167,29 @@ class LockedLayerRepository:
 
     def load(self, backend: str | None = None) -> Layer:
         """As `Repository.load`."""
-        commit = Lock.read(str(self.lockfile)).commit(self.repo_id)
-        repository = LayerRepository(
-            self.repo_id, layer_name=self.layer_name, revision=commit, trust_remote_code=self.trust_remote_code
+        changed = self.lockfile.stat().st_mtime_ns if self.lockfile.is_file() else 0
+        loader = _under(default_loader(), self.lockfile, changed)
+        assert loader.lock is not None, "it was made with one"
+        commit = loader.lock.commit(self.repo_id)
+        request = next(one.request for one in loader.lock.repositories if one.request.repo == self.repo_id)
+        module = loader.load_module(
+            self.repo_id,
+            version=request.version,
+            revision=request.revision if request.git_revision is not None else commit,
+            backend=backend,
+            trust_remote_code=self.trust_remote_code,
+            for_layers=True,
         )
-        return repository.load(backend)
+        return _layer(module, self.layer_name)
 
     def __str__(self) -> str:
         return f"{self.repo_id}:{self.layer_name}, as {self.lockfile.name} has it"
+
+
+@functools.lru_cache(maxsize=32)
+def _under(usual: KernelLoader, lockfile: Path, changed: int) -> KernelLoader:  # noqa: ARG001 - part of the key
+    """The loader under a lock file, read once as long as it does not change."""
+    return KernelLoader(usual.settings, usual.host, lock=lockfile)
 
 
 def _refuse(*texts: object) -> None:

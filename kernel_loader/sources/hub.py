@@ -147,7 +147,7 @@ class Hub:
                 continue  # lies beside the builds
             if not entry["path"].startswith(f"{directory}/") or not is_safe_path(f"{build}/{path}"):
                 raise IntegrityError(f"{request}, {directory}", (f"the Hub lists {entry['path']!r}",), _REPORT)
-            if not path.endswith(".pyc"):
+            if "__pycache__" not in path.split("/") and not path.endswith(".pyc"):
                 found.setdefault(build, []).append(self._file(path, entry, request))
         for build, files in found.items():
             _refuse_collisions(request, build, files)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kernel_loader.lock import Lock
+from kernel_loader.testing import Fault
 from tests.published.conftest import REPO, files
 
 PYPROJECT = """
@@ -106,16 +107,70 @@ def test_a_manifest_that_names_another_version_makes_the_lock_stale(site, run):
     assert (status, f"{REPO}@v2 is not locked" in out) == (1, True)
 
 
-def test_a_file_that_is_not_there_is_stale(run):
-    assert run("--check")[0] == 1
+def test_a_check_needs_no_hub(site, project, run):
+    run()
+    site.hub.close()
+    assert run("--check")[0] == 0
+    (project / "kernel-loader.lock").unlink()
+    assert run("--check")[0] == 1  # a file that is not there is stale
+    assert not (project / "kernel-loader.lock").exists()
 
 
-def test_names_are_locked_and_nothing_else(project, run):
-    status, out, _ = run("kernel", "--file", "named.lock", "--json")
-    assert (status, json.loads(out)["file"]) == (0, "named.lock")
-    assert [one.name for one in Lock.read(str(project / "named.lock")).kernels] == ["kernel"]
-    run("--file", "named.lock")  # the project's again
-    assert len(Lock.read(str(project / "named.lock")).kernels) == 2
+def test_a_check_in_json_lists_what_changes(project, run):
+    run()
+    (project / "pyproject.toml").write_text(PYPROJECT.replace('["kernel"]', '["kernel", "org/norm@2", "relu"]'))
+    status, out, _ = run("--check", "--json")
+    assert (status, json.loads(out)["changes"]) == (1, ["kernels-community/relu@v1 is not locked"])
+
+
+def test_a_stranger_needs_the_users_word_once(site, project, run):
+    site.hub.publisher("org", trusted=False)
+    status, _, err = run()
+    assert (status, "org/norm@v2 may not run here" in err) == (1, True)
+    assert not (project / "kernel-loader.lock").exists()
+    assert run("--trust-remote-code")[0] == 0
+    assert run()[0] == 0
+    status, _, err = run("--upgrade")
+    assert (status, "org/norm@v2 may not run here" in err) == (1, True)
+
+
+def test_offline_nothing_new_is_locked(site, project, run):
+    status, _, err = run(KERNEL_LOADER_OFFLINE="1")
+    assert (status, "Run `kernel-loader lock` where the Hub can be asked" in err) == (1, True)
+    run()
+    assert run(KERNEL_LOADER_OFFLINE="1")[0] == 0
+    assert run("--upgrade", KERNEL_LOADER_OFFLINE="1")[0] == 1
+
+
+def test_the_lock_of_the_environment_is_written_where_no_project_has_one(site, project, run):
+    file = site.root / "own.lock"
+    assert run(KERNEL_LOADER_LOCK=str(file))[0] == 0
+    assert not file.exists()
+    (project / "pyproject.toml").unlink()
+    assert run("kernel", KERNEL_LOADER_LOCK=str(file))[0] == 0
+    assert [one.name for one in Lock.read(str(file)).kernels] == ["kernel"]
+    site.publish(files(value=9))
+    assert run("--upgrade", KERNEL_LOADER_LOCK=str(file))[0] == 0  # not held to what it is to change
+
+
+def test_a_file_that_cannot_be_written_is_told(project, run):
+    status, _, err = run("--file", "nowhere/x.lock")
+    assert (status, "nowhere/x.lock cannot be written (No such file or directory). Make its dir" in err) == (1, True)
+
+
+def test_names_are_added_to_what_the_file_has(site, project, run):
+    def names():
+        return [one.name for one in Lock.read(str(project / "named.lock")).kernels]
+
+    status, out, _ = run("org/norm@2", "--file", "named.lock", "--json")
+    assert (status, json.loads(out)["file"], names()) == (0, "named.lock", ["org/norm@2"])
+    site.hub.kernel("org/norm").commit(files(4, value=3), branch="v2")
+    status, out, _ = run("kernel", "--file", "named.lock")
+    assert (status, "goes from" in out, names()) == (0, False, ["kernel", "org/norm@2"])
+    assert run("kernel", "--file", "named.lock", "--check")[0] == 0
+    (project / "pyproject.toml").write_text('[tool.kernel-loader]\nkernels = ["kernel"]\n')
+    status, out, _ = run("--file", "named.lock")  # the project's, and nothing else
+    assert (status, "org/norm@2 is no longer locked" in out, names()) == (0, True, ["kernel"])
 
 
 def test_a_lock_without_a_project_is_kept_up_to_date(site, project, run):
@@ -137,6 +192,11 @@ def test_the_project_says_where_the_file_is(project, run):
 
 WRONG = {
     "no TOML": ("[tool", "it cannot be read"),
+    "a deep table": (f"a = {'[' * 100_000}", "it cannot be read"),
+    "nothing": ("[tool.kernel-loader]", "there is nothing to lock"),
+    "no name": (PYPROJECT.replace('["kernel"]', '[""]'), "No kernel or capability"),
+    "a number": (PYPROJECT.replace('["kernel"]', "[1]"), "tool.kernel-loader.kernels[0]: a text was expected"),
+    "a directory for a file": (PYPROJECT.replace("kernels =", 'lock = ""\nkernels ='), "cannot be read"),
     "another key": (PYPROJECT.replace("kernels =", "kernel ="), "unknown key; there are kernels, layers, lock"),
     "no list": (PYPROJECT.replace('["kernel"]', '"kernel"'), "tool.kernel-loader.kernels: a list was expected"),
     "no table": ("[tool]\nkernel-loader = 1", "a table was expected"),
@@ -163,10 +223,10 @@ def test_a_damaged_lock_is_not_written_over(project, run):
     assert (project / "kernel-loader.lock").read_text() == "schema = 9"
 
 
-def test_an_unreachable_hub_leaves_the_file_as_it_was(site, project, run):
+def test_a_hub_that_fails_leaves_the_file_as_it_was(site, project, run):
     run()
     text = (project / "kernel-loader.lock").read_text()
-    site.hub.close()
+    site.hub.fault(Fault(status=507))  # which the client does not try again
     assert run("--upgrade")[0] == 1
     assert (project / "kernel-loader.lock").read_text() == text
     assert run()[0] == 0

@@ -182,9 +182,9 @@ def test_a_build_that_a_live_process_has_loaded_is_not_removed(site):
     assert not list((site.store / "receipts").iterdir())
 
 
-def command(site, *arguments):
+def command(site, *arguments, **environ):
     script = f"from kernel_loader.cli import main; main({list(arguments)!r}, prog_name='kernel-loader')"
-    process = site.start(script)
+    process = site.start(script, **environ)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
@@ -197,7 +197,7 @@ def test_the_commands_of_the_store(site):
     (row,) = json.loads(command(site, "cache", "ls", "--json")[1])
     assert row["what"] == "org/kernel@v1 torch-universal"
     assert row["usable"]
-    assert "1 builds" in command(site, "cache", "ls")[1]
+    assert "1 build, " in command(site, "cache", "ls")[1]
     assert command(site, "cache", "verify")[0] == 0
     (site.build() / "part3.py").write_text("changed")
     status, out, _ = command(site, "cache", "verify")

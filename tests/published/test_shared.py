@@ -9,6 +9,7 @@ import time
 import pytest
 
 import kernel_loader
+from kernel_loader import store as store_module
 from kernel_loader.errors import IntegrityError, StoreError
 from kernel_loader.index import Entry, Index
 from kernel_loader.sources import Request
@@ -224,9 +225,10 @@ def entry(commit, checked, names=("a", "b"), **known):
     return Entry(REQUEST, commit * 40, names, checked=checked, **known)
 
 
-ROOT, SHARED = entry("1", 10.0, builds={"a": "x"}), entry("1", 20.0, metadata={"b": "{}"}, builds={"b": "y"})
-BOTH = SHARED._replace(builds={"a": "x", "b": "y"})
-MOVED, MOVED_LATER, MOVED_THEN = (entry("2", checked, builds={"a": "x"}) for checked in (10.0, 30.0, 20.0))
+X, Y = "0" * 64, "f" * 64
+ROOT, SHARED = entry("1", 10.0, builds={"a": X}), entry("1", 20.0, metadata={"b": "{}"}, builds={"b": Y})
+BOTH = SHARED._replace(builds={"a": X, "b": Y})
+MOVED, MOVED_LATER, MOVED_THEN = (entry("2", checked, builds={"a": X}) for checked in (10.0, 30.0, 20.0))
 ENTRIES = {
     "none": (None, None, None),
     "the root alone": (ROOT, None, ROOT),
@@ -494,3 +496,27 @@ def test_a_spawned_process_finds_the_builds_of_a_shared_store(site, shared):
     script.write_text(SPAWNS)
     run = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
     assert site.run(run, **both(site, shared)) == "[42]\n"
+
+
+@pytest.mark.parametrize("digest", ["../precious", "ABSOLUTE", "", 5, None, "0" * 63, "Z" * 64])
+def test_an_index_leads_to_nothing_but_builds(site, shared, digest):
+    """What others write names directories that are removed when they are no sound builds."""
+    precious, outside = site.store / "precious", site.root / "precious"
+    for directory in (precious, outside, site.store / "builds" / "kept"):
+        directory.mkdir(parents=True)
+        (directory / "work").write_text("of a lifetime")
+    (file,) = (shared / "index").iterdir()
+    document = json.loads(file.read_text())
+    document["builds"] = dict.fromkeys(document["builds"], str(outside) if digest == "ABSOLUTE" else digest)
+    file.write_text(json.dumps(document))
+    assert reader(site, shared).load("kernel").double(21) == 42
+    assert all((d / "work").is_file() for d in (precious, outside, site.store / "builds" / "kept"))
+
+
+def test_a_load_looks_at_no_file_of_other_builds(site, shared, monkeypatch):
+    """When a build was last used costs a look at each of its files, and is nobody's question here."""
+    walked = []
+    monkeypatch.setattr(store_module, "_last_use", walked.append)
+    site.hub.kernel("org/other").commit(files(value=3), branch="v1")
+    reader(site, shared).load_module("org/other", version=1, trust_remote_code=True)
+    assert walked == []
