@@ -324,8 +324,8 @@ class TrustError(KernelLoaderError, PermissionError):
     def remedy(self) -> str:
         repo = self.repo.partition("@")[0]
         return (
-            f'If you trust it, pass trust_remote_code=True or trust_remote_code=["{repo}"], or give it a name with a '
-            "manifest of your own (docs/manifests.md)."
+            f'If you trust it, pass trust_remote_code=True or trust_remote_code=["{repo}"] (--trust-remote-code), or '
+            "give it a name with a manifest of your own (docs/manifests.md)."
         )
 
 

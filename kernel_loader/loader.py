@@ -312,7 +312,7 @@ class KernelLoader:
         self,
         kernels: Iterable[str],
         *,
-        known: Lock | None = None,
+        known: Lock | Path | str | None = None,
         upgrade: Collection[str] | None = (),
         trust_remote_code: bool | Collection[str] = False,
     ) -> Lock:
@@ -320,7 +320,7 @@ class KernelLoader:
 
         Args:
             kernels: as in `prefetch`, as texts.
-            known: a lock; what it has stays as it is.
+            known: a lock, or the path of its file; what it has stays as it is.
             upgrade: names of kernels that are looked at anew all the same; None for all of them.
             trust_remote_code: as in `load_module`.
 
@@ -338,7 +338,7 @@ class KernelLoader:
             lambda request, named: self._gate.admit(request, named=named, allowed=allowed),
             offline=self.settings.offline,
         )
-        return locker.lock(each(kernels, "kernels"), known, upgrade)
+        return locker.lock(each(kernels, "kernels"), _read_lock(known), upgrade)
 
     def serving(self, kernel: str, backend: str | None = None) -> str:
         """The registered name of the kernel that serves a capability here; anything else as it is.

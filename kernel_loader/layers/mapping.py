@@ -204,7 +204,7 @@ def shipped_mapping() -> KernelMapping:
         return mapping
     try:
         tool = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {})
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(str(project.absolute()), "", f"it cannot be read ({error})") from error
     own = tool.get("kernel-loader", {}) if isinstance(tool, dict) else {}
     if not isinstance(own, dict):

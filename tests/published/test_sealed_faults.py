@@ -164,6 +164,13 @@ def test_an_upgrade_moves_a_shared_dependency_whatever_the_order(site):
         assert new.commit("org/a") == old.commit("org/a")
 
 
+def test_what_is_known_may_be_given_as_a_path(site):
+    file = site.root / "kernel-loader.lock"
+    lock = site.loader().make_lock(["kernel"])
+    file.write_text(lock.to_toml())
+    assert site.loader(offline=True).make_lock(["kernel"], known=file) == lock
+
+
 def test_a_locked_loader_asks_for_no_other_versions(site):
     site.publish(files(variant="torch-cuda"))
     lock = site.loader().make_lock(["kernel"])
