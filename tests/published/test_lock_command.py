@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import kernel_loader
 from kernel_loader.lock import Lock
 from kernel_loader.testing import Fault
 from tests.published.conftest import REPO, files
@@ -38,6 +40,7 @@ def project(site):
 def run(site, project):
     def run(*arguments, **environ):
         command = [sys.executable, "-m", "kernel_loader", "lock", *map(str, arguments)]
+        environ = {"PYTHONPATH": str(Path(kernel_loader.__file__).parents[1])} | environ  # it may not be installed
         done = subprocess.run(
             command, cwd=project, env=site.environ(**environ), capture_output=True, text=True, timeout=120, check=False
         )

@@ -266,6 +266,7 @@ def test_dependencies_load_as_they_are_locked(site):
 
 
 def test_a_kernel_that_needs_no_repository_loads_all_the_same(site, locked):
+    pytest.importorskip("torch")
     loader = under(site, locked)
     assert kernel_loader.origin(loader.load("moe_experts")).reference
     assert kernel_loader.origin(loader.load("activation")).reference  # not for this host, which nobody need ask

@@ -32,6 +32,7 @@ def layers(value):
 
 
 def test_a_locked_layer_takes_no_other_bytes_and_asks_nothing_but_files(site, monkeypatch):
+    pytest.importorskip("torch")
     site.publish(layers(1))
     lock = site.loader().make_lock([f"{REPO}@1"], trust_remote_code=True)
     file = site.root / "kernel-loader.lock"
