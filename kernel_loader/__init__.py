@@ -97,8 +97,9 @@ if TYPE_CHECKING:
         use_kernel_mapping as use_kernel_mapping,
         use_kernelized_func as use_kernelized_func,
     )
-    from kernel_loader.loader import KernelLoader as KernelLoader, Prefetched as Prefetched
+    from kernel_loader.loader import KernelLoader as KernelLoader
     from kernel_loader.lock import Lock as Lock
+    from kernel_loader.planning import Prefetched as Prefetched
     from kernel_loader.provenance import Origin as Origin
     from kernel_loader.resolver import Resolution as Resolution, Verdict as Verdict
     from kernel_loader.rules import Reason as Reason
@@ -185,8 +186,9 @@ _HOMES = {
         "use_kernel_mapping",
         "use_kernelized_func",
     ),
-    "loader": ("KernelLoader", "Prefetched"),
+    "loader": ("KernelLoader",),
     "lock": ("Lock",),
+    "planning": ("Prefetched",),
     "provenance": ("Origin",),
     "resolver": ("Resolution", "Verdict"),
     "rules": ("Reason",),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 from kernel_loader.errors import RequestError
 from kernel_loader.host import Host
 from kernel_loader.loaded import LEDGER
-from kernel_loader.loader import KernelLoader, Prefetched
+from kernel_loader.loader import KernelLoader
+from kernel_loader.planning import Prefetched
 from kernel_loader.provenance import Origin
 from kernel_loader.resolver import Resolution
 from kernel_loader.settings import Fallback

@@ -29,9 +29,10 @@ from kernel_loader.errors import (
     SettingsError,
 )
 from kernel_loader.host import BACKEND_KINDS, Host
-from kernel_loader.loader import KernelLoader, spelt
+from kernel_loader.loader import KernelLoader
 from kernel_loader.lock import Lock
 from kernel_loader.manifest import Manifest, normalise
+from kernel_loader.planning import spelt
 from kernel_loader.resolver import Resolution
 from kernel_loader.resources import installed_builds
 from kernel_loader.rules import ALIKE, Build, Reject, device_rule, driver_rule, judge

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from kernel_loader import probe
 from kernel_loader.arguments import each, trusted
 from kernel_loader.binder import bind, bundle_class
 from kernel_loader.catalog import Catalog
-from kernel_loader.choice import Ask, Choice, Chooser, Looked, request_of, spelt_guards
+from kernel_loader.choice import Ask, Choice, Chooser, request_of, spelt_guards
 from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, RequestError
 from kernel_loader.host import Host
 from kernel_loader.importer import import_build, module_name, package_directory
@@ -32,6 +30,7 @@ from kernel_loader.loaded import LEDGER
 from kernel_loader.manifest import REPO, Manifest
 from kernel_loader.metadata import Metadata
 from kernel_loader.once import Once
+from kernel_loader.planning import Planned, Planner, Prefetched, measured, spelt, unneeded
 from kernel_loader.provenance import Origin
 from kernel_loader.published import PublishedBuilds
 from kernel_loader.resolver import Resolution
@@ -40,7 +39,6 @@ from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Fetched, LocalDirectories, Request, Source
 from kernel_loader.store import Store
 from kernel_loader.trust import Gate
-from kernel_loader.variant import is_variant
 
 if TYPE_CHECKING:
     from kernel_loader.capability import Wanted
@@ -49,38 +47,6 @@ if TYPE_CHECKING:
     from kernel_loader.lock import Lock
 
 logger = logging.getLogger("kernel_loader")
-
-_SPELT: Final = r"(?P<name>[^@]+)@(?:(?P<version>\d{1,9})|(?P<revision>.+))"
-
-
-class Prefetched(NamedTuple):
-    """A build that is ready to be loaded without the network, or would be.
-
-    Attributes:
-        kernel: the registered name, or the repository.
-        variant: name of the build; that of an embedded one where no published build fits.
-        digest: of its content; None for one that is not here, where nothing was to be fetched.
-        path: its directory; None likewise.
-        reference: whether it is the reference.
-        size: of all its files, in bytes.
-        here: whether it was here before.
-    """
-
-    kernel: str
-    variant: str
-    digest: str | None
-    path: Path | None
-    reference: bool
-    size: int
-    here: bool
-
-
-class _Planned(NamedTuple):
-    """A build that some machine takes."""
-
-    ask: Ask
-    choice: Choice
-    variant: str
 
 
 class KernelLoader:
@@ -117,6 +83,11 @@ class KernelLoader:
         given = sources if sources is not None else (LocalDirectories(s.local), published)
         self._chooser: Final = Chooser(s, given, self.catalog.advisories)
         self.index: Final = published.index
+        self._planner: Final = Planner(
+            self.catalog,
+            self._chooser,
+            lambda kernel, version, revision, host: self._asked(kernel, version, revision, None, None, host),
+        )
         self._gate: Final = Gate(self.index, None if s.offline else published.trusts, s.refresh_after)
         self._once: Final = Once()
         self._warned: Final[set[tuple[str, str]]] = set()
@@ -247,10 +218,9 @@ class KernelLoader:
     ) -> list[Prefetched]:
         """As the function `prefetch`."""
         machines, allowed = self._machines(hosts), _allowed(trust_remote_code)
-        planned = self._planned(kernels, machines, all_variants=all_variants)
+        planned = self._planner.planned(kernels, machines, all_variants=all_variants)
         builds = {(one.ask.manifest.name, one.choice.listing, one.variant): one for one in planned}
-        bring = self._measured if dry_run else self._prefetched
-        return [bring(one, allowed) for one in builds.values()]
+        return [measured(one) if dry_run else self._prefetched(one, allowed) for one in builds.values()]
 
     def export(
         self,
@@ -284,12 +254,12 @@ class KernelLoader:
         from kernel_loader.carry.gather import Gathered
 
         allowed, gathered = _allowed(trust_remote_code), Gathered(self.index)
-        for one in self._planned(kernels, self._machines(hosts), all_variants=all_variants):
+        for one in self._planner.planned(kernels, self._machines(hosts), all_variants=all_variants):
             self._admit(one.ask, one.choice, allowed)
             fetched, by_word = self._fetch(one.choice, one.variant), self._passes_by_word(one.choice, allowed)
             gathered.add(one.ask, one.choice, one.variant, fetched, by_word=by_word)
             if one.choice.embedded:
-                logger.warning("%s: no build is carried, since %s is taken there. %s", *_unneeded(one))
+                logger.warning("%s: no build is carried, since %s is taken there. %s", *unneeded(one))
         (write_wheel if wheel else write_archive)(Path(file).absolute(), gathered.bundle(), gathered.directories)
         return gathered.bundle()
 
@@ -528,50 +498,11 @@ class KernelLoader:
             return (self.host,)
         return tuple(_checked(host) for host in ((hosts,) if isinstance(hosts, Host) else each(hosts, "hosts")))
 
-    def _planned(
-        self, kernels: Iterable[str | type] | str | type, machines: tuple[Host, ...], *, all_variants: bool
-    ) -> Iterator[_Planned]:
-        """The builds that machines take of kernels, and of those that these depend on."""
-        for kernel, host in itertools.product(each(kernels, "kernels"), machines):
-            name, version, revision = spelt(kernel) if isinstance(kernel, str) else (kernel, None, None)
-            first = self._asked(name, version, revision, None, None, host)
-            asks, seen = deque([first]), set[Ask]()
-            while asks:
-                ask = asks.popleft()
-                if ask in seen:
-                    continue
-                seen.add(ask)
-                choice = self._chooser.choose(ask, host)
-                if ask is first:
-                    looked = (*self._passed_over(name, ask, host, among_all=choice.reference), *choice.looked)
-                    choice = choice._replace(looked=looked)
-                names = choice.listing.names if all_variants and not choice.embedded else (choice.build.name,)
-                for variant in filter(is_variant, names):
-                    yield _Planned(ask, choice, variant)
-                    for needed in choice.source.metadata(choice.listing, variant).kernel_depends:
-                        anonymous = _of_repository(needed.repo_id)
-                        asks.append(self._ask(anonymous, needed.version, needed.revision, None, None))
-
-    def _passed_over(self, kernel: str | type, ask: Ask, host: Host, *, among_all: bool) -> tuple[Looked, ...]:
-        """What was looked at of a capability's kernels before the one that serves it; for a reference, of all."""
-        if self._manifest(kernel) is not None:
-            return ()
-        offers = self.catalog.offers(self.catalog.wanted(str(kernel)), host.backend.kind)
-        before = itertools.takewhile(lambda offer: among_all or offer.manifest.name != ask.manifest.name, offers)
-        return tuple(one for offer in before if not offer.lacks for one in self._chooser.look(offer.manifest, host))
-
-    def _prefetched(self, planned: _Planned, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: FBT001
+    def _prefetched(self, planned: Planned, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: FBT001
         self._admit(planned.ask, planned.choice, allowed)
-        known = self._measured(planned, allowed)
+        known = measured(planned)
         fetched = self._fetch(planned.choice, planned.variant)
         return known._replace(digest=fetched.digest, path=fetched.path)
-
-    def _measured(self, planned: _Planned, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: ARG002, FBT001
-        """What would be prefetched."""
-        ask, choice, variant = planned
-        there, size = choice.source.measure(choice.listing, variant)
-        path, digest = (there.path, there.digest) if there is not None else (None, None)
-        return Prefetched(ask.manifest.name, variant, digest, path, choice.reference, size, there is not None)
 
     def _manifests(self, text: str) -> tuple[Manifest, ...]:
         """The manifests of what is asked for; for a capability, of all kernels that offer it on any machine."""
@@ -594,20 +525,6 @@ class KernelLoader:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s %s", manifest.name, message)
-
-
-def _unneeded(planned: _Planned) -> tuple[str, str, str]:
-    choice, host = planned.choice, planned.choice.looked[0].resolution.host if planned.choice.looked else None
-    where = f" (a host that computes on {host.backend})" if host is not None else ""
-    return planned.ask.manifest.name, f"{choice.build.name}, which is part of the package,", f"{choice.why}{where}"
-
-
-def spelt(kernel: str) -> tuple[str, int | None, str | None]:
-    """Name or repository, version and revision of `name`, `name@3` (a version) or `name@branch-or-commit`."""
-    match = re.fullmatch(_SPELT, kernel, re.ASCII)
-    if match is None:
-        return kernel, None, None
-    return match["name"], int(match["version"]) if match["version"] else None, match["revision"]
 
 
 def _read_lock(lock: object) -> Lock | None:

@@ -23,7 +23,8 @@ from kernel_loader.errors import (
     SourceError,
     UnknownKernel,
 )
-from kernel_loader.loader import KernelLoader, spelt
+from kernel_loader.loader import KernelLoader
+from kernel_loader.planning import spelt
 from kernel_loader.settings import Settings
 from tests.builds import CPU_HOST, H200, counts_runs, write_build
 

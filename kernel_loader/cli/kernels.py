@@ -150,7 +150,7 @@ def explain(kernel: str, host_file: str | None, backend: str | None, as_json: bo
     since the Hub cannot be asked; what is known is shown all the same.
     """
     from kernel_loader.api import default_loader
-    from kernel_loader.loader import spelt
+    from kernel_loader.planning import spelt
 
     name, version, revision = spelt(kernel)
     machine = options.read_host(host_file) if host_file else None
@@ -176,7 +176,7 @@ def load(kernel: str, backend: str | None, fallback: Any, trust_remote_code: boo
     KERNEL is a registered name, a capability, or a repository: org/name@3 (a version), org/name@branch-or-commit.
     """
     from kernel_loader import api
-    from kernel_loader.loader import spelt
+    from kernel_loader.planning import spelt
 
     name, version, revision = spelt(kernel)
     if "/" in name:

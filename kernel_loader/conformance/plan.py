@@ -15,7 +15,7 @@ from kernel_loader.conformance.grid import Case, Draw, Entry, Grid, Inputs, Mode
 from kernel_loader.conformance.probes import PROBES, probe
 from kernel_loader.conformance.subject import Finding, Subject, as_function
 from kernel_loader.errors import ManifestError, RequestError
-from kernel_loader.loader import spelt
+from kernel_loader.planning import spelt
 
 
 class Job(NamedTuple):
