@@ -76,6 +76,11 @@ class Choice(NamedTuple):
     looked: tuple[Looked, ...] = ()
 
     @property
+    def request(self) -> Request | None:
+        """The repository and revision that the build is from; None for an embedded build."""
+        return request_of(self.manifest) if self.manifest is not None else None
+
+    @property
     def embedded(self) -> bool:
         """Whether the build lies in a registry, beside the manifest or in this package."""
         return self.manifest is None

@@ -22,7 +22,7 @@ from kernel_loader import probe
 from kernel_loader.arguments import each, trusted
 from kernel_loader.binder import bind, bundle_class
 from kernel_loader.catalog import Catalog
-from kernel_loader.choice import Ask, Choice, Chooser, request_of, spelt_guards
+from kernel_loader.choice import Ask, Choice, Chooser, spelt_guards
 from kernel_loader.errors import KernelLoaderError, NoCompatibleBuild, RequestError
 from kernel_loader.host import Host
 from kernel_loader.importer import import_build, module_name, package_directory
@@ -38,7 +38,7 @@ from kernel_loader.resources import installed_builds
 from kernel_loader.settings import Fallback, Settings
 from kernel_loader.sources import Fetched, LocalDirectories, Request, Source
 from kernel_loader.store import Store
-from kernel_loader.trust import Gate
+from kernel_loader.trust import Gate, is_allowed
 
 if TYPE_CHECKING:
     from kernel_loader.capability import Wanted
@@ -443,15 +443,14 @@ class KernelLoader:
         return bundle
 
     def _admit(self, ask: Ask, choice: Choice, allowed: bool | frozenset[str] = False) -> None:  # noqa: FBT001, FBT002
-        request = request_of(choice.manifest) if choice.manifest is not None else None
+        request = choice.request
         if request is not None and not choice.source.is_local and not self._is_locked(request):
             self._gate.admit(request, named=not ask.manifest.is_anonymous, allowed=allowed)
 
     def _passes_by_word(self, choice: Choice, allowed: bool | frozenset[str]) -> bool:  # noqa: FBT001
         """Whether the user's word, or a lock, lets a repository's code pass, so that the Hub is not asked."""
-        request = request_of(choice.manifest) if choice.manifest is not None else None
-        given = allowed is True or (request is not None and not isinstance(allowed, bool) and request.repo in allowed)
-        return given or (request is not None and self._is_locked(request))
+        request = choice.request
+        return request is not None and (is_allowed(request, allowed) or self._is_locked(request))
 
     def _import(self, ask: Ask, choice: Choice) -> tuple[ModuleType, Origin]:
         """Fetch a build, with those that it depends on, and import it once."""
@@ -481,11 +480,12 @@ class KernelLoader:
     def _fetch(self, choice: Choice, name: str) -> Fetched:
         """A build on this machine, verified; under a lock, the one that is locked."""
         fetched = choice.source.fetch(choice.listing, name)
-        if self.lock is not None and not choice.embedded:
-            request = request_of(choice.manifest) if choice.manifest is not None else None
-            assert request is not None, "what is not embedded is of a repository"
-            self.lock.check(request, name, fetched.digest, choice.listing.commit)
+        self._hold_to_lock(choice, name, fetched.digest)
         return fetched
+
+    def _hold_to_lock(self, choice: Choice, name: str, digest: str) -> None:
+        if self.lock is not None and choice.request is not None:
+            self.lock.check(choice.request, name, digest, choice.listing.commit)
 
     def _is_locked(self, request: Request) -> bool:
         """Whether a lock has pinned the repository's code, which is its author's word for just these bytes."""
@@ -501,6 +501,9 @@ class KernelLoader:
     def _prefetched(self, planned: Planned, allowed: bool | frozenset[str]) -> Prefetched:  # noqa: FBT001
         self._admit(planned.ask, planned.choice, allowed)
         known = measured(planned)
+        if known.digest is not None:  # here, and verified
+            self._hold_to_lock(planned.choice, planned.variant, known.digest)
+            return known
         fetched = self._fetch(planned.choice, planned.variant)
         return known._replace(digest=fetched.digest, path=fetched.path)
 

@@ -57,7 +57,7 @@ class Gate:
         Raises:
             TrustError: its code may not run here.
         """
-        if allowed is True or (not isinstance(allowed, bool) and request.repo in allowed):
+        if is_allowed(request, allowed):
             return
         revision = request.git_revision or ""
         if revision.startswith("refs/") and not revision.startswith(_OWN):
@@ -104,6 +104,11 @@ class Gate:
         with contextlib.suppress(StoreError):  # an index that cannot be written costs a request, no more
             self._index.put_publisher(name, trusted=trusted, asked=self._now())
         return trusted, no
+
+
+def is_allowed(request: Request, allowed: bool | Collection[str]) -> bool:  # noqa: FBT001 - as callers give it
+    """Whether the caller's word lets a repository's code pass."""
+    return allowed if isinstance(allowed, bool) else request.repo in allowed
 
 
 def _publisher_of(request: Request) -> str:
