@@ -7,7 +7,7 @@ from typing import Final
 
 from kernel_loader.errors import IntegrityError, LockMismatch, SourceError, UnknownVersion
 from kernel_loader.index import Entry
-from kernel_loader.lock import Lock, LockedRepository
+from kernel_loader.lock import Lock
 from kernel_loader.published import PublishedBuilds
 from kernel_loader.sources import Fetched, Listing, Request
 from kernel_loader.sources.hub import RemoteFile
@@ -29,6 +29,7 @@ class LockedBuilds(PublishedBuilds):
     def __init__(self, store: Store, lock: Lock, *, offline: bool, refresh_after: float) -> None:
         super().__init__(store, offline=offline, refresh_after=refresh_after)
         self._lock: Final = lock
+        self._entries: Final[dict[Request, Entry]] = {}
 
     def listing(self, request: Request) -> Listing:
         """The builds that are locked.
@@ -46,20 +47,19 @@ class LockedBuilds(PublishedBuilds):
         return ()
 
     def _entry(self, listing: Listing) -> Entry:
-        request, locked = self._locked(listing)
+        request = Request(listing.repo, revision=listing.revision)
+        locked = self._lock.find(request)
         if locked.builds is None:
             return super()._entry(listing)
-        return Entry(
-            request=request,
-            commit=locked.commit,
-            names=tuple(locked.builds),
-            metadata={name: json.dumps(build.metadata.document()) for name, build in locked.builds.items()},
-            builds={name: build.digest for name, build in locked.builds.items()},
-        )
-
-    def _locked(self, listing: Listing) -> tuple[Request, LockedRepository]:
-        request = Request(listing.repo, revision=listing.revision)
-        return request, self._lock.find(request)
+        if request not in self._entries:
+            self._entries[request] = Entry(
+                request=request,
+                commit=locked.commit,
+                names=tuple(locked.builds),
+                metadata={name: json.dumps(build.metadata.document()) for name, build in locked.builds.items()},
+                builds={name: build.digest for name, build in locked.builds.items()},
+            )
+        return self._entries[request]
 
     def _remember(self, entry: Entry) -> Entry:
         # The lock remembers; in the index, programs that are not locked have what they asked for.
