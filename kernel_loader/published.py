@@ -63,6 +63,7 @@ class PublishedBuilds:
         self._now: Final = now
         self._retries: Final = retries
         self._listed: Final[dict[tuple[str, str, str], Future[tuple[RemoteFile, ...]]]] = {}
+        self._measured: Final[dict[tuple[str, str, str], tuple[RemoteFile, ...]]] = {}
         self._leases: Final[dict[str, int | None]] = {}
 
     # --- what a source answers ------------------------------------------------------------------------------------
@@ -120,7 +121,8 @@ class PublishedBuilds:
             return None, size_of(cached.directory)
         if self._offline:
             self._not_cached(entry.request)
-        return None, sum(file.size for file in self._keep_files(entry, name))
+        files = self._measured[entry.request.repo, entry.commit, name] = self._files(entry, name)
+        return None, sum(file.size for file in files)
 
     def known(self, listing: Listing) -> Entry:
         """What is known of a repository, at the commit that was listed."""
@@ -192,16 +194,11 @@ class PublishedBuilds:
             pool.shutdown(wait=False)
         return self._hub().metadata(entry.request, entry.commit, name)
 
-    def _keep_files(self, entry: Entry, name: str) -> tuple[RemoteFile, ...]:
-        """The files of a build, for who will ask again."""
-        files = self._files(entry, name)
-        listed: Future[tuple[RemoteFile, ...]] = Future()
-        listed.set_result(files)
-        self._listed[entry.request.repo, entry.commit, name] = listed
-        return files
-
     def _files(self, entry: Entry, name: str) -> tuple[RemoteFile, ...]:
-        listed = self._listed.pop((entry.request.repo, entry.commit, name), None)
+        key = (entry.request.repo, entry.commit, name)
+        if key in self._measured:
+            return self._measured[key]
+        listed = self._listed.pop(key, None)
         return listed.result() if listed is not None else self._hub().files(entry.request, entry.commit, name)
 
     def _not_cached(self, request: Request) -> Any:  # noqa: ANN401 - never returns
