@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
 import os
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar
@@ -36,7 +35,7 @@ from kernel_loader.planning import spelt
 from kernel_loader.resolver import Resolution
 from kernel_loader.resources import installed_builds
 from kernel_loader.rules import ALIKE, Build, Reject, device_rule, driver_rule, judge
-from kernel_loader.settings import OVERRIDE_PREFIX, PREFIX, Settings
+from kernel_loader.settings import OVERRIDE_PREFIX, PREFIX, Settings, unknown
 from kernel_loader.sources import LocalDirectories, Request
 from kernel_loader.store import Store
 from kernel_loader.variant import Variant
@@ -280,20 +279,20 @@ class _Examination:
 
     def _read_settings(self) -> Settings:
         """The settings, without the variables that cannot be read."""
-        environ = dict(self._environ)
-        while True:
+        misspelt = unknown(self._environ)
+        environ = {name: value for name, value in self._environ.items() if name not in misspelt}
+        settings = None
+        while settings is None:
             try:
-                with _overheard() as warnings:
-                    settings = Settings.from_env(environ)
+                settings = Settings.from_env(environ)
             except SettingsError as error:
                 self._fault(error)
-                if environ.pop(error.variable, None) is not None:
-                    continue
-                settings = Settings()
-            for warning in warnings:
-                ended = warning if warning.endswith("?") else f"{warning}."
-                self._tell("warning", ended, "Correct its name, or unset it: nothing reads it.")
-            return settings
+                if environ.pop(error.variable, None) is None:
+                    settings = Settings()
+        for said in misspelt.values():
+            ended = said if said.endswith("?") else f"{said}."
+            self._tell("warning", ended, "Correct its name, or unset it: nothing reads it.")
+        return settings
 
     def _detect(self) -> Host:
         """The machine, without overrides that cannot be read."""
@@ -501,25 +500,6 @@ class _Examination:
 
 def _is_rows(value: object) -> bool:
     return type(value) is tuple
-
-
-@contextmanager
-def _overheard() -> Iterator[list[str]]:
-    """What the library warns of meanwhile, instead of on standard error."""
-    warnings: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    logger, listener = logging.getLogger("kernel_loader"), Listener(logging.WARNING)
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(listener)
-    try:
-        yield warnings
-    finally:
-        logger.removeHandler(listener)
-        logger.propagate = propagate
 
 
 def _left_out(host: Host) -> set[str]:

@@ -119,7 +119,8 @@ class Settings:
         Raises:
             SettingsError: a variable holds something that cannot be read.
         """
-        _warn_of_unknown(environ)
+        for said in unknown(environ).values():
+            logger.warning("%s", said)
         cache, *shared = _paths(environ, f"{PREFIX}CACHE") or (_default_cache(),)
         return cls(
             fallback=_fallback(environ),
@@ -144,12 +145,14 @@ class Settings:
         )
 
 
-def _warn_of_unknown(environ: Mapping[str, str]) -> None:
-    """Tell of variables that are not read: most are misspelt."""
+def unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are not read, most of them misspelt, and what to say of each."""
+    found = {}
     for name in environ:
         if name.startswith(PREFIX) and not name.startswith(OVERRIDE_PREFIX) and name not in VARIABLES:
             near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
-            logger.warning("%s is no setting%s", name, f"; did you mean {near[0]}?" if near else "")
+            found[name] = f"{name} is no setting{f'; did you mean {near[0]}?' if near else ''}"
+    return found
 
 
 def _fallback(environ: Mapping[str, str]) -> Fallback | None:
