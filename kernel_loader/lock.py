@@ -45,10 +45,10 @@ SCHEMA: Final = 1
 MAX_BYTES: Final = 64 * 2**20
 
 _HEAD: Final = "# Written by `kernel-loader lock`. Keep it under version control; do not edit it.\n"
-_COMMIT: Final = r"[0-9a-f]{40}"
-_DIGEST: Final = r"[0-9a-f]{64}"
+COMMIT: Final = r"[0-9a-f]{40}"
+DIGEST: Final = r"[0-9a-f]{64}"
 _UNSPOKEN: Final = r"'''|\x7f"  # what a literal text of TOML cannot hold
-_FILE: Final = rf"(?ma)^({_DIGEST}) (0|[1-9]\d{{0,15}}) (.+)$"
+_FILE: Final = rf"(?ma)^({DIGEST}) (0|[1-9]\d{{0,15}}) (.+)$"
 
 
 class LockedFile(NamedTuple):
@@ -395,7 +395,7 @@ def _read_repository(node: Node) -> LockedRepository:
         if build.variant in builds:
             item.error(f"{build.variant} is listed twice")
         builds[build.variant] = build
-    commit = table["commit"].text(_COMMIT, "a commit (40 hexadecimal digits)")
+    commit = table["commit"].text(COMMIT, "a commit (40 hexadecimal digits)")
     return LockedRepository(_read_request(node, table), commit, builds)
 
 
@@ -407,7 +407,7 @@ def _read_build(node: Node) -> LockedBuild:
     except VariantError as error:
         table["variant"].error(error.detail)
     files = _read_files(table["files"])
-    digest = table["digest"].text(_DIGEST, "a sha256 in hexadecimal")
+    digest = table["digest"].text(DIGEST, "a sha256 in hexadecimal")
     if digest_of(files) != digest:
         table["digest"].error("it is not the digest of the files that are listed")
     about = table["metadata"].value if "metadata" in table else {}
@@ -504,7 +504,7 @@ def _read_entry(node: Node) -> LockedRepository:
             node.error(f"the key {key} is missing")
     version = parts["version"].integer() if "version" in parts else None
     request = Request(parts["repo-id"].text(REPO, "a repository id (organisation/name)"), version)
-    return LockedRepository(request, parts["commit"].text(_COMMIT, "a commit (40 hexadecimal digits)"))
+    return LockedRepository(request, parts["commit"].text(COMMIT, "a commit (40 hexadecimal digits)"))
 
 
 # --- both -----------------------------------------------------------------------------------------------------------

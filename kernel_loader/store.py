@@ -493,7 +493,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _with_source(sources: list[dict[str, str]], source: Source) -> list[dict[str, str]]:
-    new = {field: getattr(source, field) for field in ("repo", "revision", "commit", "variant")}
+    new = source._asdict()
     return [old for old in sources if old != new] + [new]
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("kernel_loader")
 
 SUFFIX: Final = ".klb"
 
-CHANGED: Final = "Nothing was written. Run `kernel-loader cache verify`, remove what it names, and export again."
+CHANGED: Final = "Nothing was written. Run `kernel-loader verify`, remove what it names, and export again."
 
 _WHEEL: Final = r"[A-Za-z0-9]([\w.]*[A-Za-z0-9])?-[^-]+-py3-none-any\.whl"
 
@@ -320,15 +320,13 @@ def _source(repository: BundledRepository, variant: str) -> Published:
     return Published(repository.repo, repository.revision, repository.commit, variant)
 
 
-def verify_archive(file: Path, lock: Lock | None = None) -> Bundle:
+def verify_archive(file: Path) -> Bundle:
     """Read all of a bundle, and keep nothing.
 
     Raises:
-        BundleError, LockMismatch, LockMissing: as `import_archive`.
+        BundleError: as `import_archive`.
     """
     with Archive(file) as archive:
-        if lock is not None:
-            _hold_to(lock, archive.bundle)
         for digest, files in archive.bundle.files.items():
             for listed in files:
                 archive.read(digest, listed, lambda _: None)

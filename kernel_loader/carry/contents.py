@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kernel_loader.errors import BundleError, MetadataError, VariantError
-from kernel_loader.lock import LockedFile, digest_of
+from kernel_loader.lock import COMMIT, DIGEST, LockedFile, digest_of
 from kernel_loader.manifest import REPO, known
 from kernel_loader.metadata import FILE_NAME as METADATA, Metadata, path_problem
 from kernel_loader.reading import Node, unique
@@ -27,8 +27,6 @@ SCHEMA: Final = 1
 # A bundle of a thousand builds with a hundred files each is about 15 MB.
 MAX_BYTES: Final = 64 * 2**20
 
-_COMMIT: Final = r"[0-9a-f]{40}"
-_DIGEST: Final = r"[0-9a-f]{64}"
 _TEXT: Final = r"[^\ud800-\udfff]*"  # half a surrogate pair, which JSON can spell, is no text
 _NEWER: Final = "Import it with the release of kernel-loader that made it, or make it again with this one."
 
@@ -156,7 +154,7 @@ def _repository(node: Node) -> BundledRepository:
             Metadata.parse(metadata[name] or "{}", name)
         except MetadataError as error:
             texts.error(str(error))
-    builds = {name: item.text(_DIGEST, "a sha256 in hexadecimal") for name, item in _of(node, "builds").table().items()}
+    builds = {name: item.text(DIGEST, "a sha256 in hexadecimal") for name, item in _of(node, "builds").table().items()}
     if unlisted := sorted((metadata.keys() | builds.keys()) - set(names)):
         node.error(f"{unlisted[0]!r} is not among the names of {repo}")
     for name in builds:
@@ -167,7 +165,7 @@ def _repository(node: Node) -> BundledRepository:
     return BundledRepository(
         repo,
         _of(node, "revision").text(r"[^\s\ud800-\udfff]+", "a branch, tag or commit"),
-        _of(node, "commit").text(_COMMIT, "a commit (40 hexadecimal digits)"),
+        _of(node, "commit").text(COMMIT, "a commit (40 hexadecimal digits)"),
         names,
         metadata,
         builds,
@@ -177,7 +175,7 @@ def _repository(node: Node) -> BundledRepository:
 def _files(digest: str, node: Node) -> tuple[LockedFile, ...]:
     files = []
     for path, item in node.table().items():
-        sha256 = _of(item, "sha256").text(_DIGEST, "a sha256 in hexadecimal")
+        sha256 = _of(item, "sha256").text(DIGEST, "a sha256 in hexadecimal")
         files.append(LockedFile(path, _of(item, "size").integer(), sha256))
     if not files:
         node.error("a build has files")

@@ -187,7 +187,9 @@ def export(
 @options.as_json
 def import_bundles(files: tuple[Path, ...], lock_file: Path | None, as_json: bool) -> None:  # noqa: FBT001
     """Bring the builds of bundles (FILES) into the store, verified; they are then loaded without the network."""
-    loader, _ = options.locked_loader(lock_file, ("",))
+    from kernel_loader.loader import KernelLoader
+
+    loader = KernelLoader(lock=lock_file)
     rows: list[dict[str, Any]] = []
     for file in files:
         for one in loader.import_bundle(file):

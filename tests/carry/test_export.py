@@ -306,7 +306,7 @@ def test_a_build_that_has_changed_on_disk_is_not_exported_though_its_receipt_hol
     os.utime(part, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(IntegrityError) as raised:
         site.loader().export("kernel", file)
-    assert "cache verify" in raised.value.remedy
+    assert "kernel-loader verify" in raised.value.remedy
     assert file.read_bytes() == before
 
 

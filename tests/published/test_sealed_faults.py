@@ -39,7 +39,6 @@ def test_a_locked_layer_takes_no_other_bytes_and_asks_nothing_but_files(site, mo
     file.write_text(lock.to_toml())
     site.publish(layers(2))
     site.hub.requests.clear()
-    monkeypatch.setattr(api, "_default", None, raising=False)
     for name, value in site.environ().items():
         if name.startswith(("KERNEL_LOADER_", "HF_")):
             monkeypatch.setenv(name, value)
